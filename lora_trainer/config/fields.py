@@ -1,0 +1,103 @@
+"""How an option is declared: once, with both names, one line of documentation in each language, its range and default.
+
+Attribute names are the English spelling; `pt` is the Portuguese one. Everything else (accepted keys, JSON Schema, the
+effective config, error messages) is derived from the declaration.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+YES = {"sim", "yes", "true", "on", "ligado", "verdadeiro"}
+NO = {"nao", "não", "no", "false", "off", "desligado", "falso"}
+
+
+def option(default: Any, *, pt: str, doc_pt: str, doc_en: str, **constraints: Any) -> Any:
+    """Declare one option. `constraints` go to pydantic's Field (ge, gt, le, lt, …)."""
+    return Field(default, json_schema_extra={"pt": pt, "doc_pt": doc_pt, "doc_en": doc_en}, **constraints)
+
+
+def section(model: type[BaseModel], *, pt: str, doc_pt: str, doc_en: str) -> Any:
+    extra: dict[str, Any] = {"pt": pt, "doc_pt": doc_pt, "doc_en": doc_en}
+    return Field(default_factory=model, json_schema_extra=extra)
+
+
+class Section(BaseModel):
+    """A group of options. Unknown keys are refused; nobody receives more than the section they need."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True)
+
+
+def _boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    word = value.strip().lower() if isinstance(value, str) else value
+    if word in YES or word in NO:
+        return word in YES
+    raise PydanticCustomError("boolean", "expected true or false")
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("number", "expected a number")
+    if isinstance(value, str) and "," in value and value.replace(",", ".", 1).replace("e-", "").replace(".", "").isdigit():
+        raise PydanticCustomError("decimal_comma", "decimal comma", {"fixed": value.replace(",", ".")})
+    return value.strip() if isinstance(value, str) else value
+
+
+def _integer(value: Any) -> Any:
+    value = _number(value)
+    try:
+        as_float = float(value)
+    except (TypeError, ValueError):
+        return value
+    return int(as_float) if as_float.is_integer() else value
+
+
+def _resolution(value: Any) -> Any:
+    """512, "512", "512x768", "512,768" or [512, 768] -> (width, height)."""
+    if isinstance(value, str):
+        parts: list[Any] = value.lower().replace("×", "x").replace(",", "x").split("x")
+    elif isinstance(value, (list, tuple)):
+        parts = list(value)
+    else:
+        parts = [value]
+    try:
+        numbers = [int(float(p)) for p in parts if not isinstance(p, bool) and float(p).is_integer()]
+    except (TypeError, ValueError, OverflowError):
+        numbers = []
+    if len(numbers) != len(parts) or len(numbers) not in (1, 2):
+        raise PydanticCustomError("resolution", "expected 512, 512x768 or [512, 768]")
+    if min(numbers) < 64:
+        raise PydanticCustomError("resolution_small", "sides must be at least 64")
+    width, height = numbers[0], numbers[-1]
+    return (width, height)
+
+
+def _path(value: Any) -> Any:
+    """Plain text; loading.py resolves it against the folder of the file it was written in."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, str):
+        if any(ord(c) < 32 for c in value):
+            raise PydanticCustomError("control_character", "control character in a path")
+        return value.strip()
+    return value
+
+
+def _text(value: Any) -> Any:
+    """Text that YAML may have read as a number (`nome: 2024`)."""
+    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+
+Boolean = Annotated[bool, BeforeValidator(_boolean)]
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Integer = Annotated[int, BeforeValidator(_integer)]
+Resolution = Annotated[tuple[int, int], BeforeValidator(_resolution)]
+Text = Annotated[str, BeforeValidator(_text)]
+LocalPath = Annotated[str, BeforeValidator(_path), "local_path"]
+"""A path, resolved at load; keys of this type may not hold a hub id."""
+PathOrHub = Annotated[str, BeforeValidator(_path), "path_or_hub"]
+"""A path if it looks like one or exists, else a Hugging Face id `owner/name`."""

@@ -1,0 +1,79 @@
+"""A small CLIP-format tokenizer: byte-level BPE, learnt from the demo captions until each word is one token.
+
+CLIP's vocabulary is 256 byte symbols, the same 256 as word ends ("</w>"), the merges in order, and two special tokens.
+Any text therefore tokenizes, accents included, at one token per byte in the worst case.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+BOS, EOS = "<|startoftext|>", "<|endoftext|>"
+MAX_LENGTH = 77
+END = "</w>"
+
+Merge = tuple[str, str]
+
+
+def byte_symbols() -> dict[int, str]:
+    """GPT-2's printable stand-in for each byte, in the order in which CLIP lists them."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    rest = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
+
+
+def _merged(word: tuple[str, ...], pair: Merge) -> tuple[str, ...]:
+    out: list[str] = []
+    for symbol in word:
+        if out and (out[-1], symbol) == pair:
+            out[-1] += symbol
+        else:
+            out.append(symbol)
+    return tuple(out)
+
+
+def learn_merges(texts: list[str]) -> list[Merge]:
+    """Byte-pair merges, most frequent pair first, until every word of `texts` is a single symbol."""
+    symbols = byte_symbols()
+    words: Counter[tuple[str, ...]] = Counter()
+    for word in (w for text in texts for w in text.lower().replace(",", " , ").split()):
+        letters = [symbols[b] for b in word.encode()]
+        words[(*letters[:-1], letters[-1] + END)] += 1
+    merges: list[Merge] = []
+    while True:
+        pairs: Counter[Merge] = Counter()
+        for word, count in words.items():
+            for pair in zip(word, word[1:], strict=False):
+                pairs[pair] += count
+        if not pairs:
+            return merges
+        best = min(pairs, key=lambda p: (-pairs[p], p))
+        merges.append(best)
+        words = Counter({_merged(word, best): count for word, count in words.items()})
+
+
+def vocabulary(merges: list[Merge]) -> dict[str, int]:
+    """Token to id. The end-of-text token has the highest id, as in CLIP."""
+    symbols = list(byte_symbols().values())
+    tokens = [*symbols, *(s + END for s in symbols), *("".join(m) for m in merges), BOS, EOS]
+    return {token: i for i, token in enumerate(tokens)}
+
+
+def write_tokenizer(texts: list[str], folder: Path) -> None:
+    """Write the files that `CLIPTokenizer.from_pretrained(folder)` reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    merges = learn_merges(texts)
+    (folder / "vocab.json").write_text(json.dumps(vocabulary(merges), ensure_ascii=False), encoding="utf-8")
+    lines = ["#version: 0.2", *(" ".join(m) for m in merges)]
+    (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    config = {
+        "tokenizer_class": "CLIPTokenizer",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "unk_token": EOS,
+        "pad_token": EOS,
+        "model_max_length": MAX_LENGTH,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -1,0 +1,124 @@
+"""The seam between the one training loop and the many model families.
+
+A family is one file, found by its name; it holds everything that differs between families and nothing that does not.
+A trained model is an `nn.ModuleDict` of parts named as diffusers names them (`unet`, `transformer`, `text_encoder`, …), so
+that the module path of an adapter is already its key in a diffusers file.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..config.schema import ModelConfig
+from ..sources import Source
+
+Example = dict[str, Tensor]
+"""CPU tensors of one example, without a batch dimension; what the cache stores."""
+
+Batch = dict[str, Tensor]
+"""Examples stacked: every tensor's first dimension is B. `seeds` (B,) int64 fixes each example's noise and timestep,
+`weight` (B,) its share in the loss; both are always there."""
+
+
+@dataclass(frozen=True)
+class BlockGroup:
+    """A run of repeated layers that memory techniques may treat one by one."""
+
+    name: str
+    blocks: list[nn.Module]
+
+
+@dataclass(frozen=True)
+class Framing:
+    """How an image was fitted into its bucket: sizes as (width, height), crop offset as (left, top), in pixels."""
+
+    original: tuple[int, int]
+    crop: tuple[int, int]
+    target: tuple[int, int]
+
+
+class Family(ABC):
+    """Built by `open`, which reads headers and configs only; weights are read by the load_ methods."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    """For people: "Stable Diffusion 1.x/2.x"."""
+    side_multiple: ClassVar[int]
+    """Image sides must be multiples of this many pixels."""
+    lora_targets: ClassVar[dict[str, str]]
+    """Preset (attention, attention+mlp, all) -> regular expression over module paths such as `unet.mid_block.…`."""
+    text_targets: ClassVar[str]
+    """Regular expression of the text encoders' adapted layers, over paths such as `text_encoder.…`."""
+
+    @classmethod
+    @abstractmethod
+    def recognise(cls, source: Source) -> float:
+        """Confidence in [0, 1] that the source is of this family, from header or config.json alone."""
+
+    @classmethod
+    @abstractmethod
+    def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int = 75) -> "Family":
+        """Read the architecture; raises SourceError for bases that cannot be trained (inpainting, refiner, …)."""
+
+    # -- caching phase
+    @abstractmethod
+    def text_fingerprint(self) -> str:
+        """Changes whenever encode_text's result would."""
+
+    @abstractmethod
+    def image_fingerprint(self) -> str:
+        """Changes whenever encode_image's result would."""
+
+    @abstractmethod
+    def load_text_encoders(self, device: torch.device, dtype: torch.dtype) -> nn.ModuleDict: ...
+
+    @abstractmethod
+    def load_vae(self, device: torch.device, dtype: torch.dtype) -> nn.Module: ...
+
+    @abstractmethod
+    def tokenize(self, captions: Sequence[str]) -> list[Example]:
+        """Token ids, for runs that encode captions during training."""
+
+    @abstractmethod
+    def count_tokens(self, caption: str) -> int:
+        """Caption tokens without start, end and padding."""
+
+    @abstractmethod
+    def encode_text(self, encoders: nn.ModuleDict, captions: Sequence[str]) -> list[Example]: ...
+
+    @abstractmethod
+    def encode_image(self, vae: nn.Module, pixels: Tensor, framings: Sequence[Framing]) -> list[Example]:
+        """Pixels (B, 3, H, W) in [-1, 1] -> latents (C, H/8, W/8) and what else the model wants to know of each image."""
+
+    # -- training
+    @abstractmethod
+    def load_model(self, device: torch.device, dtype: torch.dtype, *, with_text: bool = False) -> nn.ModuleDict:
+        """The frozen model, eval-free and without adapters; on device "meta" the same modules without weights."""
+
+    @abstractmethod
+    def blocks(self, model: nn.ModuleDict) -> list[BlockGroup]: ...
+
+    @abstractmethod
+    def num_terms(self, batch: Batch) -> int:
+        """How many loss terms the batch holds: images, or label tokens."""
+
+    @abstractmethod
+    def loss(self, model: nn.ModuleDict, batch: Batch) -> Tensor:
+        """The SUM of the loss terms: float32, shape (). Noise comes from `batch["seeds"]` alone."""
+
+    @abstractmethod
+    def example_batch(self, batch_size: int, resolution: tuple[int, int]) -> Batch:
+        """Zeros shaped as a worst-case batch at (width, height) pixels, for the simulation."""
+
+    # -- output
+    @abstractmethod
+    def export_prefixes(self) -> dict[str, str]:
+        """Part -> kohya prefix: {"unet": "lora_unet", "text_encoder": "lora_te"}."""
+
+    @abstractmethod
+    def metadata(self) -> dict[str, str]:
+        """modelspec.architecture, ss_base_model_version and the like."""
