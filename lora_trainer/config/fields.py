@@ -4,6 +4,8 @@ Attribute names are the English spelling; `pt` is the Portuguese one. Everything
 effective config, error messages) is derived from the declaration.
 """
 
+import re
+import unicodedata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +14,9 @@ from pydantic_core import PydanticCustomError
 
 YES = {"sim", "yes", "true", "on", "ligado", "verdadeiro"}
 NO = {"nao", "não", "no", "false", "off", "desligado", "falso"}
+
+_DECIMAL_COMMA = re.compile(r"[-+]?\d*,\d+([eE][-+]?\d+)?")
+_WHOLE = re.compile(r"[-+]?[\d_]+")
 
 
 def option(default: Any, *, pt: str, doc_pt: str, doc_en: str, **constraints: Any) -> Any:
@@ -33,7 +38,7 @@ class Section(BaseModel):
 def _boolean(value: Any) -> Any:
     if isinstance(value, bool):
         return value
-    word = value.strip().lower() if isinstance(value, str) else value
+    word = value.strip().lower() if isinstance(value, str) else ""
     if word in YES or word in NO:
         return word in YES
     raise PydanticCustomError("boolean", "expected true or false")
@@ -42,13 +47,16 @@ def _boolean(value: Any) -> Any:
 def _number(value: Any) -> Any:
     if isinstance(value, bool):
         raise PydanticCustomError("number", "expected a number")
-    if isinstance(value, str) and "," in value and value.replace(",", ".", 1).replace("e-", "").replace(".", "").isdigit():
-        raise PydanticCustomError("decimal_comma", "decimal comma", {"fixed": value.replace(",", ".")})
-    return value.strip() if isinstance(value, str) else value
+    text = value.strip() if isinstance(value, str) else ""
+    if _DECIMAL_COMMA.fullmatch(text):
+        raise PydanticCustomError("decimal_comma", "decimal comma", {"fixed": text.replace(",", ".")})
+    return text if isinstance(value, str) else value
 
 
 def _integer(value: Any) -> Any:
     value = _number(value)
+    if isinstance(value, int) or (isinstance(value, str) and _WHOLE.fullmatch(value)):
+        return value  # through a float, 2**63 - 1 would become 2**63
     try:
         as_float = float(value)
     except (TypeError, ValueError):
@@ -76,12 +84,17 @@ def _resolution(value: Any) -> Any:
     return (width, height)
 
 
+def has_escapes(text: str) -> bool:
+    r"""True for characters no path has, but that YAML makes of a double-quoted "C:\treino\novo" (\t \n \N \L \P \_)."""
+    return any(c == "\xa0" or unicodedata.category(c) in ("Cc", "Zl", "Zp") for c in text)
+
+
 def _path(value: Any) -> Any:
-    """Plain text; loading.py resolves it against the folder of the file it was written in."""
+    """Plain text; paths.py resolves it against the folder of the file it was written in."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, str):
-        if any(ord(c) < 32 for c in value):
+        if has_escapes(value):
             raise PydanticCustomError("control_character", "control character in a path")
         return value.strip()
     return value
@@ -92,11 +105,12 @@ def _text(value: Any) -> Any:
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
-Boolean = Annotated[bool, BeforeValidator(_boolean)]
-Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-Integer = Annotated[int, BeforeValidator(_integer)]
-Resolution = Annotated[tuple[int, int], BeforeValidator(_resolution)]
-Text = Annotated[str, BeforeValidator(_text)]
+# The string in each type is its kind, which loading reads to know how to treat what the user wrote.
+Boolean = Annotated[bool, BeforeValidator(_boolean), "boolean"]
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False), "number"]
+Integer = Annotated[int, BeforeValidator(_integer), "integer"]
+Resolution = Annotated[tuple[int, int], BeforeValidator(_resolution), "resolution"]
+Text = Annotated[str, BeforeValidator(_text), "text"]
 LocalPath = Annotated[str, BeforeValidator(_path), "local_path"]
 """A path, resolved at load; keys of this type may not hold a hub id."""
 PathOrHub = Annotated[str, BeforeValidator(_path), "path_or_hub"]

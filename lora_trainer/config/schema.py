@@ -1,4 +1,4 @@
-"""Every option there is, declared once. Sections are handed to the part of the program that needs them, never the whole.
+"""Every option there is, declared once. Sections are handed to the part of the program that needs them, never all.
 
 Values that are words have a Portuguese and an English spelling too; WORDS maps the former to the latter.
 """
@@ -279,7 +279,8 @@ class TrainingConfig(Section):
         doc_pt="Maior nível de ruído (não incluído).", doc_en="Highest timestep (exclusive).")
     validate_every: Integer = option(
         0, pt="validar_cada", ge=0,
-        doc_pt="Valida a cada N passos; 0: ao fim de cada época.", doc_en="Validate every N steps; 0: each epoch's end.")
+        doc_pt="Valida a cada N passos; 0: ao fim de cada época.",
+        doc_en="Validate every N steps; 0: each epoch's end.")
 
 
 class SystemConfig(Section):
@@ -301,7 +302,8 @@ class OutputConfig(Section):
         None, pt="nome", doc_pt="Nome do LoRA. Sem valor: o do arquivo de configuração.",
         doc_en="Name of the LoRA. Unset: that of the config file.")
     dir: LocalPath = option(
-        "saida", pt="diretorio", doc_pt="Pasta onde fica a pasta da execução.", doc_en="Folder that holds the run folder.")
+        "saida", pt="diretorio",
+        doc_pt="Pasta onde fica a pasta da execução.", doc_en="Folder that holds the run folder.")
     formats: list[Literal["kohya", "diffusers"]] = option(
         ["kohya"], pt="formatos", min_length=1,
         doc_pt="Formatos do arquivo: kohya (A1111, Forge, ComfyUI, diffusers) e diffusers.",

@@ -1,0 +1,1 @@
+"""From a folder to batches: walk -> check -> captions -> buckets -> cache -> batches."""

@@ -1,0 +1,59 @@
+"""Model families, found by file name. `resolve` picks the one that a base belongs to."""
+
+from .. import plugins
+from ..config.schema import DataConfig, ModelConfig
+from ..errors import ConfigError, SourceError, t
+from ..sources import Source, open_source
+from ._base import Family
+from ._refusal import refusal
+
+PACKAGE = "lora_trainer.families"
+
+
+def resolve(model: ModelConfig, data: DataConfig) -> Family:
+    """Open the base and check it against `modelo.familia`; a mismatch is an error, never a silent choice."""
+    if not model.base_model:
+        raise ConfigError(
+            t(pt="falta modelo.modelo_base", en="model.base_model is missing"),
+            t(
+                pt="dê um arquivo .safetensors, uma pasta do diffusers ou um id do Hugging Face",
+                en="give a .safetensors file, a diffusers folder or a Hugging Face id",
+            ),
+        )
+    names = plugins.available(PACKAGE)
+    if model.family != "auto" and model.family not in names:
+        raise ConfigError(
+            t(pt=f"não conheço a família {model.family!r}", en=f"unknown family {model.family!r}"),
+            t(pt=f"use auto ou uma destas: {', '.join(names)}", en=f"use auto or one of: {', '.join(names)}"),
+            "modelo.familia",
+        )
+    source = open_source(model.base_model)
+    chosen = _recognised(source, names)
+    if chosen is None:
+        raise refusal(source)
+    if model.family not in ("auto", chosen.name):
+        wanted = family_class(model.family).title
+        raise SourceError(
+            t(
+                pt=f"familia: {model.family} ({wanted}), mas {source.title()} é {source.looks_like().title()}",
+                en=f"family: {model.family} ({wanted}), but {source.title()} is {source.looks_like().title()}",
+            ),
+            t(
+                pt=f"escreva familia: {chosen.name} (ou auto), ou use um modelo base {wanted}",
+                en=f"set family: {chosen.name} (or auto), or use a {wanted} base",
+            ),
+            "modelo.familia",
+        )
+    return chosen.open(source, model, data.max_caption_tokens)
+
+
+def family_class(name: str) -> type[Family]:
+    family: type[Family] = plugins.load(PACKAGE, name).FAMILY
+    return family
+
+
+def _recognised(source: Source, names: list[str]) -> type[Family] | None:
+    """The family that is surest of the source."""
+    scored = [(family.recognise(source), family) for family in map(family_class, names)]
+    best, family = max(scored, key=lambda pair: pair[0], default=(0.0, None))
+    return family if best > 0 else None

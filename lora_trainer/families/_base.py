@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..config.schema import ModelConfig
+from ..config.schema import DataConfig, ModelConfig, TrainingConfig
 from ..sources import Source
 
 Example = dict[str, Tensor]
@@ -41,8 +41,23 @@ class Framing:
     target: tuple[int, int]
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How previews are drawn; `size` is (width, height) in pixels, `chunk` the images drawn at once."""
+
+    size: tuple[int, int]
+    steps: int = 25
+    guidance: float = 7.0
+    seed: int = 0
+    chunk: int = 1
+
+
 class Family(ABC):
     """Built by `open`, which reads headers and configs only; weights are read by the load_ methods."""
+
+    source: Source
+    notices: list[str]
+    """What the user should know about the base, each a line in their language."""
 
     name: ClassVar[str]
     title: ClassVar[str]
@@ -64,6 +79,10 @@ class Family(ABC):
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int = 75) -> "Family":
         """Read the architecture; raises SourceError for bases that cannot be trained (inpainting, refiner, …)."""
 
+    @abstractmethod
+    def configure(self, training: TrainingConfig, data: DataConfig) -> None:
+        """Take what the loss depends on. Called once, before the first loss; raises ConfigError."""
+
     # -- caching phase
     @abstractmethod
     def text_fingerprint(self) -> str:
@@ -75,6 +94,10 @@ class Family(ABC):
 
     @abstractmethod
     def load_text_encoders(self, device: torch.device, dtype: torch.dtype) -> nn.ModuleDict: ...
+
+    @abstractmethod
+    def vae_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The precision that the VAE really runs in when `dtype` is asked."""
 
     @abstractmethod
     def load_vae(self, device: torch.device, dtype: torch.dtype) -> nn.Module: ...
@@ -114,7 +137,26 @@ class Family(ABC):
     def example_batch(self, batch_size: int, resolution: tuple[int, int]) -> Batch:
         """Zeros shaped as a worst-case batch at (width, height) pixels, for the simulation."""
 
+    # -- previews
+    @abstractmethod
+    def preview_conditions(self, size: tuple[int, int]) -> Example:
+        """What the model wants to know of an image to draw besides its prompt; size as (width, height) in pixels."""
+
+    @abstractmethod
+    def sample(
+        self, model: nn.ModuleDict, positive: Sequence[Example], negative: Example, sampling: Sampling
+    ) -> Tensor:
+        """Clean latents (N, C, h, w) for N encoded prompts, on the model's device. Touches no global random state."""
+
+    @abstractmethod
+    def decode_image(self, vae: nn.Module, latents: Tensor) -> Tensor:
+        """Latents (B, C, h, w) as encode_image made them -> pixels (B, 3, H, W) in [-1, 1], float32."""
+
     # -- output
+    @abstractmethod
+    def probe(self, model: nn.ModuleDict) -> Tensor:
+        """A small forward pass on fixed random input: tells whether two adapters do the same."""
+
     @abstractmethod
     def export_prefixes(self) -> dict[str, str]:
         """Part -> kohya prefix: {"unet": "lora_unet", "text_encoder": "lora_te"}."""

@@ -1,9 +1,10 @@
 """A technique trades time for memory. One file each; its fields are its settings; its class says where it acts.
 
-No technique predicts anything: the simulator applies the technique itself to a fake model and measures.
+No technique predicts anything: the simulator applies the technique itself to a fake model and measures. One that acts
+in several places (mixed precision) derives from several of these classes.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,17 +13,19 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from ..config.schema import TrainingConfig
 from ..families._base import BlockGroup
+from ..optimizers import Groups, build_optimizer
 
 
-class Technique(ABC):
+class Technique:
     needs: ClassVar[tuple[str, ...]] = ()
     """Techniques (file names) that must be on as well."""
     excludes: ClassVar[tuple[str, ...]] = ()
     order: ClassVar[int] = 50
     """Lower acts first, so ends up closer to the block."""
     lossless: ClassVar[bool] = True
-    """False for quantisers, whose effect on the numbers is bounded, not nil."""
+    """False where the effect on the numbers is bounded, not nil."""
 
 
 class ConvertTechnique(Technique):
@@ -40,17 +43,24 @@ class WrapTechnique(Technique):
 
 
 class ContextTechnique(Technique):
-    """Acts around every forward and backward pass."""
+    """Acts around every forward pass (and its loss); the backward pass runs outside."""
 
     @abstractmethod
     def context(self) -> AbstractContextManager[object]: ...
+
+
+class ScalerTechnique(Technique):
+    """Scales the loss so that small gradients survive 16 bits."""
+
+    @abstractmethod
+    def scaler(self) -> torch.amp.GradScaler: ...
 
 
 class OptimizerTechnique(Technique):
     """Builds the optimizer."""
 
     @abstractmethod
-    def build(self, groups: list[dict[str, object]]) -> torch.optim.Optimizer: ...
+    def build(self, groups: Groups, settings: TrainingConfig) -> torch.optim.Optimizer: ...
 
 
 @dataclass(frozen=True)
@@ -79,3 +89,16 @@ class MemoryPlan:
                 if isinstance(technique, ContextTechnique):
                     stack.enter_context(technique.context())
             yield
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """The plan's loss scaler; one that does nothing where no technique brings one."""
+        for technique in self.ordered():
+            if isinstance(technique, ScalerTechnique):
+                return technique.scaler()
+        return torch.amp.GradScaler("cpu", enabled=False)
+
+    def build_optimizer(self, groups: Groups, settings: TrainingConfig) -> torch.optim.Optimizer:
+        for technique in self.ordered():
+            if isinstance(technique, OptimizerTechnique):
+                return technique.build(groups, settings)
+        return build_optimizer(groups, settings)

@@ -1,0 +1,240 @@
+"""Low-rank adapters on a frozen model: which layers get one, how it starts, and what it holds.
+
+peft supplies the layers; this module owns their start. Every A matrix is drawn on the CPU from (seed, module path)
+alone, so it depends neither on what ran before, nor on the device or dtype of the base, nor on which other layers are
+adapted. Adapter weights are float32 on any base: in half precision, updates at usual learning rates would round away.
+
+Left out: peft's other initialisations (PiSSA, OLoRA, …), which change the base weights that a file is loaded onto.
+"""
+
+import difflib
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from .config.schema import ModelConfig
+from .errors import ConfigError, SourceError, t
+from .export import Lora, LoraModule, differences, read_lora
+
+if TYPE_CHECKING:
+    from .families._base import Family
+
+NAME = "default"
+"""peft's name for our one adapter. It appears in no file."""
+
+
+class Adapter:
+    """The trainable layers of a model by module path. Paths are those at injection, whatever wraps the blocks later."""
+
+    def __init__(self, layers: Mapping[str, LoraLayer], family: "Family", layers_per_block: int = 2) -> None:
+        self.layers = dict(layers)
+        self.family = family
+        self.layers_per_block = layers_per_block
+
+    @property
+    def num_modules(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.named_parameters().values())
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Key as in a diffusers file (`unet.….lora_A.weight`) -> parameter."""
+        found: dict[str, nn.Parameter] = {}
+        for path, layer in self.layers.items():
+            found[f"{path}.lora_A.weight"] = layer.lora_A[NAME].weight
+            found[f"{path}.lora_B.weight"] = layer.lora_B[NAME].weight
+            if NAME in layer.lora_magnitude_vector:
+                found[f"{path}.lora_magnitude_vector"] = layer.lora_magnitude_vector[NAME].weight
+        return found
+
+    def parameters_by_part(self) -> dict[str, list[nn.Parameter]]:
+        """`unet`, `text_encoder`, … -> parameters; parts without adapters are absent."""
+        parts: dict[str, list[nn.Parameter]] = {}
+        for key, parameter in self.named_parameters().items():
+            parts.setdefault(key.partition(".")[0], []).append(parameter)
+        return parts
+
+    def scalings(self) -> dict[str, float]:
+        """Module path -> what multiplies B @ A: alpha / rank, or alpha / sqrt(rank) under rsLoRA."""
+        return {path: float(layer.scaling[NAME]) for path, layer in self.layers.items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies in float32 on the CPU, keyed as in named_parameters."""
+        return {
+            key: parameter.detach().to("cpu", torch.float32, copy=True)
+            for key, parameter in self.named_parameters().items()
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        parameters = self.named_parameters()
+        wrong = sorted(state.keys() ^ parameters.keys())
+        wrong += [k for k in sorted(state.keys() & parameters.keys()) if state[k].shape != parameters[k].shape]
+        if wrong:
+            raise SourceError(
+                t(pt=f"o estado salvo é de outro LoRA: {len(wrong)} tensores não combinam ({wrong[0]}, …)",
+                  en=f"the saved state is of another LoRA: {len(wrong)} tensors do not match ({wrong[0]}, …)"),
+                t(pt="retome com o mesmo rank e os mesmos alvos, ou comece um treino novo",
+                  en="resume with the same rank and targets, or start a new training"))
+        for key, parameter in parameters.items():
+            parameter.copy_(state[key])
+
+    def is_finite(self) -> bool:
+        return all(bool(p.isfinite().all()) for p in self.named_parameters().values())
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Inside, the model answers as the base does."""
+        for layer in self.layers.values():
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer.enable_adapters(True)
+
+    def export(self) -> Lora:
+        """The adapter as plain float32 CPU tensors, apart from the model."""
+        state, scalings = self.state_dict(), self.scalings()
+        lora = {}
+        for path in self.layers:
+            magnitude = state.get(f"{path}.lora_magnitude_vector")
+            lora[path] = LoraModule(
+                state[f"{path}.lora_A.weight"], state[f"{path}.lora_B.weight"], scalings[path],
+                None if magnitude is None else magnitude.flatten())
+        return lora
+
+    def state_of(self, lora: Lora) -> dict[str, Tensor]:
+        """What load_state_dict needs to have the effect of `lora` under our own scalings."""
+        state: dict[str, Tensor] = {}
+        for path, scaling in self.scalings().items():
+            module = lora[path].with_scale(scaling)
+            state[f"{path}.lora_A.weight"], state[f"{path}.lora_B.weight"] = module.down, module.up
+            if module.magnitude is not None:
+                vector = self.layers[path].lora_magnitude_vector[NAME].weight
+                state[f"{path}.lora_magnitude_vector"] = module.magnitude.reshape(vector.shape)
+        return state
+
+    def load_file(self, path: Path) -> None:
+        """Start from a LoRA file, kohya or diffusers, of any float type; it must fit this adapter exactly."""
+        file = read_lora(path, list(self.layers), self.family.export_prefixes(), self.layers_per_block)
+        if lines := differences(file, self.export()):
+            origin = file.metadata.get("modelspec.architecture") or file.metadata.get("ss_base_model_version")
+            known = t(pt=f"; o arquivo diz ser de `{origin}`", en=f"; the file is for `{origin}`") if origin else ""
+            raise SourceError(
+                t(pt="o LoRA inicial não combina com este treino", en="the initial LoRA does not fit this training")
+                + known + "".join(f"\n  - {line}" for line in lines),
+                t(pt="iguale ao arquivo classificacao_lora, classificacao_conv, alvos_lora, dora e "
+                     "treinar_codificador_texto, ou use outro lora_inicial",
+                  en="make lora_rank, conv_rank, lora_targets, dora and train_text_encoder equal to the file's, "
+                     "or use another initial_lora"),
+                str(path))
+        self.load_state_dict(self.state_of(file.lora))
+
+
+def inject(model: nn.ModuleDict, family: "Family", settings: ModelConfig, seed: int) -> Adapter:
+    """Freeze the model and put fresh adapters (B = 0) on the layers that `settings` names."""
+    model.requires_grad_(False)
+    paths = find_targets(model, family, settings)
+    with torch.random.fork_rng(devices=[]):  # peft draws matrices of its own, which are replaced below
+        inject_adapter_in_model(_peft_config(model, paths, settings), model, adapter_name=NAME)
+    modules = dict(model.named_modules())
+    layers = {path: modules[path] for path in paths}
+    assert all(isinstance(layer, LoraLayer) for layer in layers.values())
+    for path, layer in layers.items():
+        _start(path, layer, seed)
+    unet_config = getattr(model["unet"], "config", None) if "unet" in model else None
+    per_block = getattr(unet_config, "layers_per_block", 2)
+    return Adapter(layers, family, per_block if isinstance(per_block, int) else 2)
+
+
+def find_targets(model: nn.ModuleDict, family: "Family", settings: ModelConfig) -> list[str]:
+    """Paths of the linear and convolution layers to adapt, in the model's order."""
+    layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
+    text = [name for name in layers if name.startswith("text_encoder")]
+    rest = [name for name in layers if not name.startswith("text_encoder")]
+    if settings.lora_targets in family.lora_targets:
+        pattern = re.compile(family.lora_targets[settings.lora_targets])
+        chosen = [name for name in rest if pattern.fullmatch(name)]
+    else:
+        pattern = _user_pattern(settings.lora_targets, family)
+        chosen = [name for name in rest if pattern.search(name)]
+    if not chosen:
+        raise _no_match(settings.lora_targets, rest, family)
+    if settings.train_text_encoder:
+        pattern = re.compile(family.text_targets)
+        adapted = [name for name in text if pattern.fullmatch(name)]
+        assert adapted, "train_text_encoder needs the text encoders in the model"
+        chosen += adapted
+    return chosen
+
+
+def _user_pattern(text: str, family: "Family") -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        presets = ", ".join(family.lora_targets)
+        raise ConfigError(
+            t(pt=f"`{text}` não é um dos conjuntos de camadas nem uma expressão regular válida ({error})",
+              en=f"`{text}` is neither a set of layers nor a valid regular expression ({error})"),
+            t(pt=f"use um destes: {presets}; ou uma expressão como `attn2.*to_[qkv]$`",
+              en=f"use one of: {presets}; or an expression such as `attn2.*to_[qkv]$`"),
+            "modelo.alvos_lora") from error
+
+
+def _no_match(text: str, names: list[str], family: "Family") -> ConfigError:
+    kinds = sorted({re.sub(r"\d+", "N", name) for name in names})
+    plain = re.sub(r"[\\^$.*+?()\[\]{}|]+", ".", text).strip(".")
+    near = sorted(kinds, key=lambda kind: -difflib.SequenceMatcher(None, plain, kind[-len(plain):]).ratio())[:5]
+    listed = "".join(f"\n    {kind}" for kind in near)
+    presets = ", ".join(family.lora_targets)
+    return ConfigError(
+        t(pt=f"nenhuma camada do modelo combina com `{text}`", en=f"no layer of the model matches `{text}`"),
+        t(pt=f"conjuntos prontos: {presets}. Camadas parecidas (N = número):{listed}",
+          en=f"ready sets: {presets}. Similar layers (N = a number):{listed}"),
+        "modelo.alvos_lora")
+
+
+def _peft_config(model: nn.ModuleDict, paths: list[str], settings: ModelConfig) -> LoraConfig:
+    modules = dict(model.named_modules())
+    rank = settings.lora_rank
+    alpha = float(rank if settings.lora_alpha is None else settings.lora_alpha)
+    conv_rank = settings.conv_rank or rank
+    same_strength = math.sqrt(conv_rank / rank) if settings.rslora else conv_rank / rank
+    conv_alpha = alpha * same_strength if settings.conv_alpha is None else settings.conv_alpha
+    convs = [re.escape(path) for path in paths if _is_wide_conv(modules[path])]
+    return LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=paths, lora_dropout=settings.lora_dropout,
+        use_rslora=settings.rslora, use_dora=settings.dora,
+        rank_pattern=dict.fromkeys(convs, conv_rank) if conv_rank != rank else {},
+        alpha_pattern=dict.fromkeys(convs, conv_alpha) if conv_alpha != alpha else {})
+
+
+def _is_wide_conv(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv2d) and tuple(module.kernel_size) != (1, 1)
+
+
+@torch.no_grad()
+def _start(path: str, layer: LoraLayer, seed: int) -> None:
+    """B = 0, A uniform in ±1/sqrt(fan in) as in the LoRA authors' code (Kaiming with a = √5), all float32."""
+    for group in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector):
+        if NAME in group:
+            group[NAME].to(torch.float32)
+    weight = layer.lora_A[NAME].weight
+    digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    fresh = torch.empty(weight.shape)
+    nn.init.kaiming_uniform_(fresh, a=math.sqrt(5), generator=generator)
+    weight.copy_(fresh)
+    layer.lora_B[NAME].weight.zero_()

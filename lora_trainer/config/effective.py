@@ -1,0 +1,63 @@
+"""The config as it took effect: every option, with the origin of its value, in a file that loads to the same config."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import t
+from . import names
+from .loading import Loaded
+from .names import Option
+from .schema import Config
+
+_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+
+
+def dump(config: Config, origins: Mapping[str, str], title: str = "") -> str:
+    """YAML with the Portuguese names; `origins` become comments."""
+    lines = [f"# {title}"] if title else []
+    for section, section_pt in names.sections().items():
+        lines.append(f"{section_pt}:")
+        for option in (o for o in names.options().values() if o.section == section):
+            text = f"  {option.pt}: {_value(getattr(getattr(config, section), option.name), option)}"
+            origin = origins.get(option.shown("pt"), "")
+            lines.append(f"{text}  # {origin}" if origin else text)
+    return "\n".join(lines) + "\n"
+
+
+def write(loaded: Loaded, path: Path) -> None:
+    """Write atomically: the file is the old one or the new one, never half."""
+    title = t(
+        pt=f"Configuração efetiva de {loaded.name}; cada comentário diz de onde veio o valor.",
+        en=f"Effective config of {loaded.name}; each comment tells where the value came from.",
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+            file.write(dump(loaded.config, loaded.origins, title))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _value(value: Any, option: Option) -> str:
+    """JSON is YAML that no reader takes for something else: text is always quoted."""
+    if isinstance(value, str) and value in option.choices:
+        value = option.word(value, "pt")
+    text = json.dumps(_escaped(value), ensure_ascii=False)
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def _escaped(value: Any) -> Any:
+    """A literal `${` must not come back as a reference."""
+    if isinstance(value, str):
+        return value.replace("${", r"\${")
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    return [_escaped(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,102 @@
+"""configs/schema.json for editors: both languages' names and words, with the documentation of each option.
+
+`python -m lora_trainer.config.json_schema` writes it; a test says when it is out of date. It describes what may be
+written (`"1e-4"`, `sim`, `512x768`), which is more than what pydantic's own schema of the values would allow.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from . import names
+from .fields import NO, YES
+from .names import Option
+from .reading import EXTENDS, HOLDER_PREFIX
+from .schema import WORDS, Config
+
+DEFAULT_PATH = Path(__file__).parents[2] / "configs" / "schema.json"
+
+_REFERENCE = {"type": "string", "pattern": r"\$\{.+\}"}
+
+
+def build() -> dict[str, Any]:
+    definitions: dict[str, Any] = {
+        f"{option.section}.{option.name}": _option(option) for option in names.options().values()
+    }
+    properties: dict[str, Any] = {}
+    for section, section_pt in names.sections().items():
+        definitions[section] = _section(section)
+        properties |= {name: {"$ref": f"#/definitions/{section}"} for name in (section_pt, section)}
+    parents = {
+        "description": "Outro arquivo, ou lista de arquivos, de onde partir.\nAnother file, or files, to start from.",
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+    }
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "lora-trainer",
+        "type": "object",
+        "additionalProperties": False,
+        "patternProperties": {f"^{HOLDER_PREFIX}": {}},
+        "properties": properties | dict.fromkeys(EXTENDS, parents),
+        "definitions": definitions,
+    }
+
+
+def _section(section: str) -> dict[str, Any]:
+    extra: Any = Config.model_fields[section].json_schema_extra
+    spellings = names.spellings(section).items()
+    return {
+        "description": f"{extra['doc_pt']}\n{extra['doc_en']}",
+        "type": ["object", "null"],
+        "additionalProperties": False,
+        "properties": {word: {"$ref": f"#/definitions/{o.section}.{o.name}"} for word, o in spellings},
+    }
+
+
+def _option(option: Option) -> dict[str, Any]:
+    forms = _forms(option)
+    if option.many:
+        forms = [{"type": "array", "items": {"anyOf": forms}}, *forms]
+    if option.nullable:
+        forms = [*forms, {"type": "null"}]
+    default = list(option.default) if isinstance(option.default, tuple) else option.default
+    described = {"description": f"{option.doc_pt}\n{option.doc_en}", "anyOf": forms}
+    return described if default is None else described | {"default": default}
+
+
+def _forms(option: Option) -> list[dict[str, Any]]:
+    """Everything that may be written for one value of the option."""
+    if option.kind == "boolean":
+        words = sorted(YES | NO)
+        return [{"type": "boolean"}, {"enum": words}, _REFERENCE]
+    if option.kind == "choice":
+        words = [*dict.fromkeys([*WORDS.get(option.name, {}), *option.choices])]
+        booleans = [{"type": "boolean"}] if "no" in option.choices else []
+        return [{"enum": words}, *booleans, _REFERENCE]
+    if option.kind in ("integer", "number"):
+        limits = {
+            {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}.get(
+                k, "multipleOf"
+            ): v
+            for k, v in option.limits.items()
+        }
+        return [{"type": "number", **limits}, {"type": "string", "pattern": r"^[-+0-9.eE]+$"}, _REFERENCE]
+    if option.kind == "resolution":
+        side = {"type": "integer", "minimum": 64}
+        pair = {"type": "array", "items": side, "minItems": 1, "maxItems": 2}
+        return [side, pair, {"type": "string", "pattern": r"^\s*\d+(\s*[x×X,]\s*\d+)?\s*$"}, _REFERENCE]
+    if option.kind == "any":
+        return [{"type": "object"}]
+    # Text keeps what is written, even where YAML sees a number.
+    return [{"type": ["string", "number"]}] if option.kind == "text" else [{"type": "string"}]
+
+
+def text() -> str:
+    return json.dumps(build(), ensure_ascii=False, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT_PATH
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text(), encoding="utf-8")

@@ -1,0 +1,230 @@
+"""A YAML file and `a.b=v` arguments to a checked `Config`, or one report with everything that is wrong.
+
+Later sources win: defaults < presets < files named by `herda:` < the file < the command line. Within one source an
+option is set once. Torch is never imported on this path.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..errors import ConfigError, set_language, t
+from . import interpolation, messages, names, notices, paths, rules
+from .entries import Entry, Sheet
+from .names import Key
+from .reading import read_arguments, read_file
+from .report import Problem, Source, Where, command_line, report
+from .schema import Config
+from .yaml_text import MAX_BYTES, decode
+
+REQUIRED: tuple[Key, ...] = (("model", "base_model"), ("data", "data_dir"))
+
+_LANGUAGE_LINE = re.compile(r"""^\s+(?:idioma|language)\s*:\s*["']?(pt|en)\b""", re.MULTILINE)
+_LANGUAGE_ARGUMENT = re.compile(r"(?:sistema|system)\.(?:idioma|language)=(pt|en)")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A config that passed every check, with the origin of each value."""
+
+    config: Config
+    """Paths absolute, sides rounded to what fits, `output.name` filled in."""
+    path: Path
+    base_dir: Path
+    name: str
+    """Of the LoRA and of its run folder: `output.name`."""
+    origins: dict[str, str] = field(default_factory=dict)
+    """`treino.epocas` -> `arquivo.yaml:12`, "linha de comando", "padrão"; every option is there."""
+    notices: list[str] = field(default_factory=list)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.output.dir) / self.name
+
+
+def load(
+    path: Path | str,
+    overrides: Sequence[str] = (),
+    extra: Sequence[tuple[str, Path]] = (),
+    *,
+    required: Sequence[Key] = REQUIRED,
+) -> Loaded:
+    """Read and check everything. `extra`: (label, YAML file) of presets, the later the stronger.
+
+    Raises ErrorReport with all problems of all sources, or ConfigError when the file itself cannot be read.
+    """
+    path = Path(path)
+    text, notice = _read_text(path)
+    set_language(_asked_language(text, overrides))
+    remarks = [notice] if notice else []
+    sheets = [sheet for label, file in extra for sheet in _read_chain(file, label, remarks)]
+    chain = _read_chain(path, "", remarks)
+    main = chain[-1]
+    sheets += [*chain, read_arguments(command_line(overrides, Path.cwd()))]
+    entries = _merge(sheets)
+    problems = [problem for sheet in sheets for problem in sheet.problems]
+    facts, found, said = _check(entries, main.source)
+    problems += found
+    if not any(sheet.broken for sheet in sheets):
+        problems += _missing(required, entries, main)
+    name = _name(facts, path, main.source, problems)
+    if problems:
+        raise report(problems, str(path))
+    config, rounding, rounded = notices.rounded(facts)
+    set_language(config.system.language)
+    return Loaded(
+        config=config.model_copy(update={"output": config.output.model_copy(update={"name": name})}),
+        path=path,
+        base_dir=main.source.base_dir,
+        name=name,
+        origins=_origins(entries, rounding),
+        notices=[*remarks, *said, *rounded, *notices.without_effect(facts)],
+    )
+
+
+# -- sources
+def _read_text(path: Path) -> tuple[str, str]:
+    if path.is_dir():
+        raise ConfigError(
+            t(pt=f"`{path}` é uma pasta", en=f"`{path}` is a folder"),
+            t(pt="--config espera um arquivo YAML", en="--config wants a YAML file"),
+        )
+    if not path.exists():
+        raise ConfigError(
+            t(pt=f"o arquivo de configuração `{path}` não existe", en=f"the config file `{path}` does not exist"),
+            paths.near_matches(path.absolute()),
+        )
+    if path.stat().st_size > MAX_BYTES:
+        raise ConfigError(
+            t(pt=f"`{path}` é grande demais para uma configuração", en=f"`{path}` is too large for a config"),
+            t(pt="--config espera um arquivo YAML", en="--config wants a YAML file"),
+        )
+    try:
+        return decode(path.read_bytes(), path)
+    except OSError as error:
+        raise ConfigError(
+            t(pt=f"não consigo ler `{path}`: {error.strerror}", en=f"cannot read `{path}`: {error.strerror}")
+        ) from error
+
+
+def _asked_language(text: str, overrides: Sequence[str]) -> str:
+    """Found before anything is parsed, so that even a broken file is answered in its language."""
+    for override in reversed(overrides):
+        if match := _LANGUAGE_ARGUMENT.match(override):
+            return match[1]
+    found = _LANGUAGE_LINE.search(text)
+    return found[1] if found else "auto"
+
+
+def _read_chain(path: Path, label: str, remarks: list[str], seen: tuple[Path, ...] = ()) -> list[Sheet]:
+    """The sheets of a file and of those it extends, weakest first; the file's own is the last."""
+    text, notice = _read_text(path)
+    if notice and notice not in remarks:
+        remarks.append(notice)
+    lines = tuple(text.splitlines())
+    sheet = read_file(text, Source(str(path), label or path.name, lines, path.absolute().parent))
+    chain = [*seen, path.resolve()]
+    below: list[Sheet] = []
+    for written, where in sheet.extends:
+        parent = Path(os.path.normpath(path.parent / os.path.expanduser(written)))
+        if parent.resolve() in chain:
+            circle = " -> ".join(p.name for p in [*chain, parent])
+            sheet.problems.append(
+                Problem(t(pt=f"`herda` em círculo: {circle}", en=f"`extends` goes in a circle: {circle}"), where)
+            )
+            continue
+        try:
+            below += _read_chain(parent, label, remarks, tuple(chain))
+        except ConfigError as error:
+            sheet.problems.append(Problem(error.problem, where, error.hint))
+    return [*below, sheet]
+
+
+def _merge(sheets: Sequence[Sheet]) -> dict[Key, Entry]:
+    """The strongest entry of each option; free-form mappings are joined key by key."""
+    merged: dict[Key, Entry] = {}
+    for sheet in sheets:
+        for key, entry in sheet.entries.items():
+            weaker = merged.get(key)
+            if weaker and isinstance(weaker.value, dict) and isinstance(entry.value, dict):
+                entry.value.update({k: v for k, v in weaker.value.items() if k not in entry.value})
+            merged[key] = entry
+    return merged
+
+
+# -- checks
+def _check(entries: Mapping[Key, Entry], main: Source) -> tuple[rules.Facts, list[Problem], list[str]]:
+    """(facts about a config in which what failed has its default, problems, notices)."""
+    values, problems = interpolation.resolve(entries)
+    values = {key: names.to_word(names.options()[key], value) for key, value in values.items()}
+    outcome = paths.resolve_paths(values, entries, main)
+    config, found, failed = _validate(values, entries)
+    failed |= outcome.failed | (set(entries) - set(values))
+    facts = rules.Facts(config, entries, frozenset(failed))
+    return facts, [*problems, *outcome.problems, *found, *rules.contradictions(facts)], outcome.notices
+
+
+def _validate(values: Mapping[Key, Any], entries: Mapping[Key, Entry]) -> tuple[Config, list[Problem], set[Key]]:
+    try:
+        return Config.model_validate(_nested(values)), [], set()
+    except ValidationError as error:
+        problems, failed = [], set()
+        for detail in error.errors():
+            key = (str(detail["loc"][0]), str(detail["loc"][1]))
+            entry, deeper = entries[key], detail["loc"][2:]
+            failed.add(key)
+            message, hint = messages.explain(
+                detail["type"], detail["input"], entry.option, entry.written, detail.get("ctx", {})
+            )
+            problems.append(Problem(message, _place(entry, deeper), hint))
+    config = Config.model_validate(_nested({key: value for key, value in values.items() if key not in failed}))
+    return config, problems, failed
+
+
+def _nested(values: Mapping[Key, Any]) -> dict[str, dict[str, Any]]:
+    nested: dict[str, dict[str, Any]] = {}
+    for (section, name), value in values.items():
+        nested.setdefault(section, {})[name] = value
+    return nested
+
+
+def _place(entry: Entry, deeper: Sequence[int | str]) -> Where:
+    index = deeper[0] if deeper else None
+    return entry.items[index] if isinstance(index, int) and index < len(entry.items) else entry.where
+
+
+def _missing(required: Sequence[Key], entries: Mapping[Key, Entry], main: Sheet) -> Iterator[Problem]:
+    for key in required:
+        if key in entries and (entries[key].value is not None or entries[key].refused):
+            continue
+        option = names.options()[key]
+        where = entries[key].where if key in entries else main.section_places.get(option.section)
+        yield Problem(
+            t(pt=f"falta `{option.shown('pt')}`", en=f"`{option.shown('en')}` is missing"),
+            where or Where(main.source),
+            t(pt=option.doc_pt, en=option.doc_en),
+        )
+
+
+def _name(facts: rules.Facts, path: Path, main: Source, problems: list[Problem]) -> str:
+    key = ("output", "name")
+    name = facts.config.output.name if facts.config.output.name is not None else path.stem
+    if key not in facts.failed and (problem := rules.name_problem(name, facts.where(key) or Where(main))):
+        problems.append(problem)
+    return name
+
+
+def _origins(entries: Mapping[Key, Entry], rounding: Mapping[Key, str]) -> dict[str, str]:
+    default = t(pt="padrão", en="default")
+    origins = {}
+    for key, option in names.options().items():
+        origin = entries[key].where.origin() if key in entries else default
+        if key == ("output", "name") and key not in entries:
+            origin = t(pt="nome do arquivo", en="the file's name")
+        origins[option.shown("pt")] = f"{origin} ({rounding[key]})" if key in rounding else origin
+    return origins

@@ -1,0 +1,225 @@
+"""What one option says against another, and what a value's type alone cannot tell.
+
+Rules about the base model's family are the family's, and are checked once the base is known.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from .. import plugins
+from ..errors import t
+from . import names
+from .entries import Entry
+from .names import Key
+from .report import Problem, Where
+from .schema import Config
+
+WITH_8BIT = ("adamw", "adamw8bit", "pagedadamw8bit", "lion8bit")
+MAX_NAME_BYTES = 120
+
+_RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The config, and what the user wrote of it."""
+
+    config: Config
+    entries: Mapping[Key, Entry]
+    failed: frozenset[Key]
+    """Options already complained about: rules that touch them stay silent."""
+
+    def where(self, key: Key) -> Where | None:
+        return self.entries[key].where if key in self.entries else None
+
+    def name(self, key: Key) -> str:
+        """As the user wrote it, else in the language of the messages."""
+        return self.entries[key].written if key in self.entries else names.options()[key].shown()
+
+    def value(self, key: Key, word: str) -> str:
+        """`agendador: cosseno`, for the hints."""
+        option = names.options()[key]
+        lang = option.language_of(self.name(key))
+        return f"{self.name(key)}: {option.word(word, lang)}"
+
+
+@dataclass(frozen=True)
+class _Conflict:
+    """Two options that cannot both be as they are; {first} and {second} stand for their names as written."""
+
+    first: Key
+    second: Key
+    holds: Callable[[Config], bool]
+    problem: tuple[str, str]
+    """In Portuguese and in English, as is the hint."""
+    hint: tuple[str, str] = ("", "")
+
+
+_CONFLICTS = (
+    _Conflict(
+        ("data", "cache_text_encoder"),
+        ("model", "train_text_encoder"),
+        lambda c: c.data.cache_text_encoder == "yes" and c.model.train_text_encoder,
+        (
+            "`{first}` e `{second}` não andam juntos: um codificador em treino muda a cada passo",
+            "`{first}` and `{second}` exclude each other: an encoder in training changes at every step",
+        ),
+        ("use {first}: auto", "use {first}: auto"),
+    ),
+    _Conflict(
+        ("training", "debiased"),
+        ("training", "min_snr_gamma"),
+        lambda c: c.training.debiased and c.training.min_snr_gamma is not None,
+        (
+            "`{first}` e `{second}` dão pesos diferentes à mesma perda",
+            "`{first}` and `{second}` weight the same loss in two ways",
+        ),
+        ("fique com um dos dois", "keep one of the two"),
+    ),
+    _Conflict(
+        ("training", "timestep_min"),
+        ("training", "timestep_max"),
+        lambda c: c.training.timestep_min >= c.training.timestep_max,
+        (
+            "`{first}` ({c.training.timestep_min}) precisa ser menor que `{second}` ({c.training.timestep_max})",
+            "`{first}` ({c.training.timestep_min}) must be below `{second}` ({c.training.timestep_max})",
+        ),
+    ),
+    _Conflict(
+        ("training", "use_8bit_optimizer"),
+        ("training", "optimizer"),
+        lambda c: c.training.use_8bit_optimizer and c.training.optimizer not in WITH_8BIT,
+        (
+            "o otimizador `{c.training.optimizer}` não tem versão de 8 bits",
+            "the optimizer `{c.training.optimizer}` has no 8-bit version",
+        ),
+        (
+            f"use um destes: {', '.join(WITH_8BIT)}; ou apague `{{first}}`",
+            f"use one of: {', '.join(WITH_8BIT)}; or delete `{{first}}`",
+        ),
+    ),
+    _Conflict(
+        ("data", "mask_dir"),
+        ("data", "mask"),
+        lambda c: c.data.mask_dir is not None and c.data.mask != "files",
+        ("`{first}` pede `{second}: arquivos`", "`{first}` needs `{second}: files`"),
+        ("mude a máscara, ou apague a pasta", "change the mask, or delete the folder"),
+    ),
+    _Conflict(
+        ("training", "zero_terminal_snr"),
+        ("model", "prediction_type"),
+        lambda c: c.training.zero_terminal_snr and c.model.prediction_type == "epsilon",
+        (
+            "`{first}` só funciona com predição v: com SNR zero, epsilon nada diz da imagem",
+            "`{first}` works only with v prediction: at zero SNR epsilon says nothing of the image",
+        ),
+        (
+            "apague `{first}` se o modelo base prevê epsilon",
+            "delete `{first}` if the base model predicts epsilon",
+        ),
+    ),
+)
+
+
+def contradictions(facts: Facts) -> list[Problem]:
+    problems = []
+    for conflict in _CONFLICTS:
+        if conflict.holds(facts.config) and not facts.failed & {conflict.first, conflict.second}:
+            told = {"first": facts.name(conflict.first), "second": facts.name(conflict.second), "c": facts.config}
+            one, other = facts.where(conflict.first), facts.where(conflict.second)
+            message = t(pt=conflict.problem[0], en=conflict.problem[1]).format(**told)
+            hint = t(pt=conflict.hint[0], en=conflict.hint[1]).format(**told)
+            problems.append(Problem(message, one or other, hint, other if one else None))
+    singles: dict[Key, Callable[[Facts, Key], Problem | None]] = {
+        ("training", "lr_warmup"): _warmup,
+        ("model", "family"): _family,
+        ("model", "lora_targets"): _targets,
+        ("data", "background"): _background,
+    }
+    found = [check(facts, key) for key, check in singles.items() if key in facts.entries and key not in facts.failed]
+    return [*problems, *(problem for problem in found if problem)]
+
+
+def _warmup(facts: Facts, key: Key) -> Problem | None:
+    warmup = facts.config.training.lr_warmup
+    if warmup <= 1 or warmup.is_integer():
+        return None
+    message = t(
+        pt=f"`{facts.name(key)}`: {warmup:g} não é fração (menos de 1) nem número inteiro de passos",
+        en=f"`{facts.name(key)}`: {warmup:g} is neither a share (below 1) nor a whole number of steps",
+    )
+    return Problem(message, facts.where(key), t(pt="por exemplo 0.1, ou 100", en="for example 0.1, or 100"))
+
+
+def _family(facts: Facts, key: Key) -> Problem | None:
+    family, available = facts.config.model.family, ["auto", *plugins.available("lora_trainer.families")]
+    if family in available:
+        return None
+    near = names.nearest(family, available, 0.5)
+    if near:
+        hint = t(pt=f"você quis dizer `{near}`?", en=f"did you mean `{near}`?")
+    else:
+        hint = t(pt="famílias: ", en="families: ") + ", ".join(available)
+    message = t(pt=f"não conheço a família `{family}`", en=f"unknown family `{family}`")
+    return Problem(message, facts.where(key), hint)
+
+
+def _targets(facts: Facts, key: Key) -> Problem | None:
+    try:
+        re.compile(facts.config.model.lora_targets)
+    except re.error as error:
+        message = t(
+            pt=f"`{facts.name(key)}`: expressão regular inválida ({error})",
+            en=f"`{facts.name(key)}`: invalid regular expression ({error})",
+        )
+        option = names.options()[key]
+        return Problem(message, facts.where(key), t(pt=option.doc_pt, en=option.doc_en))
+    return None
+
+
+def _background(facts: Facts, key: Key) -> Problem | None:
+    from PIL import ImageColor
+
+    colour = facts.config.data.background
+    try:
+        ImageColor.getrgb(colour)
+    except ValueError:
+        message = t(
+            pt=f"`{facts.name(key)}`: não conheço a cor `{colour}`",
+            en=f"`{facts.name(key)}`: unknown colour `{colour}`",
+        )
+        return Problem(
+            message, facts.where(key), t(pt="use white, black ou '#rrggbb'", en="use white, black or '#rrggbb'")
+        )
+    return None
+
+
+def name_problem(name: str, where: Where | None) -> Problem | None:
+    """The output's name becomes a file name on every system the file may travel to."""
+    bad = sorted({c for c in name if c in '<>:"/\\|?*' or ord(c) < 32})
+    hint = t(
+        pt="use letras, números, espaço, `-`, `_` e `.` em `saida.nome`",
+        en="use letters, numbers, space, `-`, `_` and `.` in `output.name`",
+    )
+    if bad:
+        shown = " ".join(repr(c)[1:-1] for c in bad)
+        message = t(
+            pt=f"o nome `{name}` não serve para um arquivo: tem {shown}",
+            en=f"the name `{name}` cannot name a file: it has {shown}",
+        )
+    elif not name.strip() or name != name.strip() or name.endswith(".") or name.startswith("."):
+        message = t(
+            pt=f"o nome `{name}` não serve para um arquivo: vazio, ou com ponto ou espaço na ponta",
+            en=f"the name `{name}` cannot name a file: empty, or with a dot or space at an end",
+        )
+    elif name.split(".")[0].lower() in _RESERVED:
+        message = t(pt=f"o nome `{name}` é reservado no Windows", en=f"the name `{name}` is reserved on Windows")
+    elif len(name.encode()) > MAX_NAME_BYTES:
+        message = t(
+            pt=f"o nome `{name[:20]}…` é longo demais: até {MAX_NAME_BYTES} bytes",
+            en=f"the name `{name[:20]}…` is too long: up to {MAX_NAME_BYTES} bytes",
+        )
+    else:
+        return None
+    return Problem(message, where, hint)

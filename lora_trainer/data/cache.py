@@ -1,0 +1,77 @@
+"""A content-addressed store of encoded examples: one small safetensors file per key.
+
+The key says everything that could change the content, so nothing is ever invalidated, only not found. Files appear by
+rename: a run that is killed leaves whole entries behind, and two runs that write the same key write the same bytes. A
+damaged entry counts as missing and is made again. Not done: deleting old entries; the folder may be deleted at any
+time.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import uuid
+from pathlib import Path
+
+import safetensors.torch
+from safetensors import SafetensorError
+
+from ..errors import DataError, t
+from ..families._base import Example
+
+
+def cache_key(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts, default=str, ensure_ascii=False).encode("utf-8")).hexdigest()
+
+
+class Cache:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, key: str) -> Path:
+        return self.folder / key[:2] / f"{key}.safetensors"
+
+    def has(self, key: str) -> bool:
+        """Whether a whole entry is there: the header read, the length compared; the tensors not read."""
+        try:
+            with self.path(key).open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                size = os.fstat(file.fileno()).st_size
+                if length > size:
+                    return False
+                header = json.loads(file.read(length))
+        except (OSError, ValueError):
+            return False
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        return size == 8 + length + max(ends, default=0)
+
+    def read(self, key: str) -> Example | None:
+        """None if the entry is missing or damaged."""
+        try:
+            return safetensors.torch.load(self.path(key).read_bytes())
+        except (FileNotFoundError, SafetensorError):
+            return None
+
+    def write(self, key: str, example: Example) -> None:
+        data = safetensors.torch.save({name: tensor.detach().cpu().clone() for name, tensor in example.items()})
+        path = self.path(key)
+        temporary = path.with_name(f".{key[:16]}-{uuid.uuid4().hex}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError as error:
+            raise DataError(
+                t(pt=f"não consigo gravar no cache: {error}", en=f"cannot write to the cache: {error}"),
+                hint=t(
+                    pt="libere espaço ou escolha outra pasta em dados.diretorio_cache; o que já foi feito fica",
+                    en="free some space or choose another folder in data.cache_dir; what is done is kept",
+                ),
+                where="dados.diretorio_cache",
+            ) from error
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()

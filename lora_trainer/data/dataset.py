@@ -1,0 +1,176 @@
+"""The checked, bucketed and split set of images that one run trains on.
+
+Validation images are chosen by the hash of their content, so the split is the same on every machine and copies of one
+picture stay on one side. Regularization (prior-preservation) images are repeated until there are as many as training
+images, as in kohya's trainer; if there are more, the surplus is left out by name.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import lcm
+from pathlib import Path
+
+from ..config.schema import DataConfig
+from ..errors import ConfigError, DataError, t
+from .buckets import BucketRule, fit
+from .check import Progress, no_progress
+from .images import background_colour
+from .index import FileIndex
+from .notes import Notes, naming
+from .scan import ImageItem, Scanner
+from .variants import stable_hash
+
+MUCH_CROPPED = 0.30
+
+
+@dataclass(frozen=True)
+class Dataset:
+    config: DataConfig
+    rule: BucketRule
+    examples: tuple[ImageItem, ...]
+    """Training images, then regularization images; every one has its `fit`."""
+    validation: tuple[ImageItem, ...]
+    notes: Notes
+
+    @property
+    def training(self) -> list[ImageItem]:
+        return [item for item in self.examples if not item.regularization]
+
+    @property
+    def regularization(self) -> list[ImageItem]:
+        return [item for item in self.examples if item.regularization]
+
+    @property
+    def draws_per_epoch(self) -> int:
+        return sum(item.repeats for item in self.examples)
+
+    def fingerprint(self) -> str:
+        """Changes whenever a resumed run would see other images, sizes, captions or repeats."""
+        digest = hashlib.sha256()
+        for item in (*self.examples, *self.validation):
+            digest.update(repr((item.uid, item.repeats, item.caption.texts, item.fit)).encode())
+        return digest.hexdigest()
+
+
+def build(
+    config: DataConfig,
+    cache_dir: Path,
+    *,
+    side_multiple: int = 64,
+    exclude: Iterable[Path] = (),
+    progress: Progress = no_progress,
+) -> Dataset:
+    """Scan the config's folders; `exclude`: folders of ours that may lie inside them. Raises all problems at once."""
+    assert config.data_dir is not None, "the config checks dados.diretorio_dados"
+    background_colour(config.background)
+    notes = Notes()
+    rule = bucket_rule(config, side_multiple, notes)
+    own = [*exclude, cache_dir, *(Path(p) for p in (config.mask_dir, config.regularization_dir) if p)]
+    index = FileIndex(cache_dir)
+    try:
+        scanner = Scanner(config, index, notes, progress)
+        training = scanner.scan(Path(config.data_dir), exclude=own)
+        priors = []
+        if config.regularization_dir is not None:
+            own = [*exclude, cache_dir]
+            priors = scanner.scan(Path(config.regularization_dir), regularization=True, exclude=own)
+    finally:
+        index.close()
+    notes.raise_errors()
+    training, priors = _used(training, rule, config, notes), _used(priors, rule, config, notes)
+    if not training:
+        raise _nothing_left(notes)
+    training, validation = split(training, config.validation_fraction)
+    priors = matched(priors, sum(item.repeats for item in training), notes)
+    return Dataset(config, rule, (*training, *priors), tuple(validation), notes)
+
+
+def bucket_rule(config: DataConfig, side_multiple: int, notes: Notes) -> BucketRule:
+    step = lcm(config.bucket_step, side_multiple)
+    if step > min(config.resolution):
+        raise ConfigError(
+            t(
+                pt=f"resolução {_sides(config.resolution)} menor que o passo dos buckets, {step}",
+                en=f"resolution {_sides(config.resolution)} is below the bucket step, {step}",
+            ),
+            hint=t(pt=f"use pelo menos {step}", en=f"use at least {step}"),
+            where="dados.resolucao",
+        )
+    rule = BucketRule(config.resolution, step, config.upscale, config.buckets)
+    if step != config.bucket_step:
+        notes.notes.append(
+            t(
+                pt=f"passo dos buckets: {step}, não {config.bucket_step}: o modelo pede múltiplos de {side_multiple}",
+                en=f"bucket step: {step}, not {config.bucket_step}: the model needs multiples of {side_multiple}",
+            )
+        )
+    if not rule.enabled and rule.fixed != config.resolution:
+        notes.notes.append(
+            t(
+                pt=f"resolução {_sides(rule.fixed)} em vez de {_sides(config.resolution)}: múltiplos de {step}",
+                en=f"resolution {_sides(rule.fixed)}, not {_sides(config.resolution)}: multiples of {step}",
+            )
+        )
+    return rule
+
+
+def _used(items: list[ImageItem], rule: BucketRule, config: DataConfig, notes: Notes) -> list[ImageItem]:
+    """Items with their bucket; those that cannot be used are named in `notes`."""
+    used, cropped = [], []
+    for item in items:
+        width, height = item.facts.size
+        name = f"{item.name} ({width}x{height})"
+        found = fit(item.facts.size, rule)
+        if min(width, height) < config.min_side:
+            reason = t(pt=f"lado menor que {config.min_side} (dados.lado_minimo)", en=f"side below {config.min_side}")
+            notes.exclude(reason, name)
+        elif found is None:
+            notes.exclude(
+                t(pt="menor que qualquer bucket (dados.ampliar)", en="smaller than any bucket (data.upscale)"), name
+            )
+        elif item.repeats == 0:
+            notes.exclude(t(pt="pasta com 0 repetições", en="folder with 0 repeats"), name)
+        else:
+            used.append(replace(item, fit=found))
+            if found.cropped > MUCH_CROPPED:
+                cropped.append(f"{item.name} ({found.cropped:.0%})")
+    if cropped:
+        notes.warnings.append(
+            t(
+                pt=f"mais de {MUCH_CROPPED:.0%} da imagem fica fora do corte: {naming(cropped)}",
+                en=f"more than {MUCH_CROPPED:.0%} of the image is cropped away: {naming(cropped)}",
+            )
+        )
+    return used
+
+
+def _nothing_left(notes: Notes) -> DataError:
+    reasons = "; ".join(f"{reason}: {naming(names)}" for reason, names in notes.excluded.items())
+    return DataError(t(pt=f"nenhuma imagem pode ser usada. {reasons}", en=f"no image can be used. {reasons}"))
+
+
+def split(items: list[ImageItem], fraction: float) -> tuple[list[ImageItem], list[ImageItem]]:
+    """(training, validation); both non-empty if the fraction is positive and there are two different pictures."""
+    contents = sorted({item.facts.content for item in items}, key=lambda content: stable_hash("split", content))
+    if fraction == 0 or len(contents) < 2:
+        return items, []
+    held = set(contents[: max(1, round(fraction * len(contents)))])
+    return [i for i in items if i.facts.content not in held], [i for i in items if i.facts.content in held]
+
+
+def matched(priors: list[ImageItem], wanted: int, notes: Notes) -> list[ImageItem]:
+    """Regularization images with repeats that add up to `wanted`; the same every epoch, so all epochs are as long."""
+    if not priors:
+        return []
+    chosen = sorted(priors, key=lambda item: stable_hash("prior", item.uid))
+    for item in chosen[wanted:]:
+        notes.exclude(t(pt="regularização além do necessário", en="more regularization images than needed"), item.name)
+    chosen = chosen[:wanted]
+    each, extra = divmod(wanted, len(chosen))
+    repeated = [replace(item, repeats=each + (place < extra)) for place, item in enumerate(chosen)]
+    return sorted(repeated, key=lambda item: item.name)
+
+
+def _sides(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]}"

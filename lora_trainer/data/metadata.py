@@ -1,0 +1,150 @@
+"""Captions in one table: `metadata.jsonl` or `metadata.csv` in the manner of Hugging Face's imagefolder.
+
+A row names a file (relative to the table's folder, or by its bare name where that is unique) and holds a caption, or a
+list of captions. Whatever is wrong with a table is gathered with its line number and told at once. Not read: parquet.
+"""
+
+import csv
+import difflib
+import io
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ..errors import t
+from .text import decode
+from .walk import nfc
+
+NAMES = ("metadata.jsonl", "metadata.csv")
+_LOOKALIKES = ("metadata.json", "captions.csv", "captions.jsonl", "caption.csv", "legendas.csv", "metadata.parquet")
+_FILE_COLUMNS = ("file_name", "filename", "file", "image", "image_path", "path", "arquivo", "imagem")
+
+
+@dataclass
+class Table:
+    path: Path
+    captions: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """File as the row names it (NFC, `/`) -> its captions."""
+    problems: list[str] = field(default_factory=list)
+    guessed: str = ""
+    """A sample of its text, if it was not UTF-8."""
+
+
+def lookalikes(names: Iterable[str]) -> list[str]:
+    """Files that were probably meant to be a table."""
+    close = [name for name in names if name not in NAMES and Path(name).suffix not in (".txt", ".caption")]
+    return [n for n in close if n in _LOOKALIKES or difflib.get_close_matches(n, NAMES, n=1, cutoff=0.85)]
+
+
+def read_table(path: Path, name: str, column: str | None) -> Table:
+    """`name` is what messages call the file; `column` the caption column, if the user chose one."""
+    table = Table(path)
+    decoded = decode(path.read_bytes())
+    text = decoded.text
+    if decoded.encoding == "cp1252":
+        table.guessed = next((line for line in text.split("\n") if not line.isascii()), "")
+    rows = _csv_rows(text, name, table) if path.suffix.lower() == ".csv" else _json_rows(text, name, table)
+    if table.problems or not rows:
+        return table
+    columns = list(dict.fromkeys(key for _, row in rows for key in row))
+    file_column = next((c for known in _FILE_COLUMNS for c in columns if c.lower() == known), None)
+    if file_column is None:
+        table.problems.append(_no_file_column(name, columns))
+        return table
+    caption_column = _caption_column(rows, columns, file_column, column)
+    if caption_column is None:
+        table.problems.append(_no_caption_column(name, columns, column or "text"))
+        return table
+    for line, row in rows:
+        file = row.get(file_column)
+        if not isinstance(file, str) or not file.strip():
+            table.problems.append(
+                t(pt=f"{name}:{line}: linha sem {file_column}", en=f"{name}:{line}: no {file_column}")
+            )
+            continue
+        key = nfc(str(PurePosixPath(file.strip().replace("\\", "/"))))
+        table.captions[key] = _texts(row.get(caption_column))
+    return table
+
+
+def _caption_column(
+    rows: list[tuple[int, dict[str, Any]]], columns: list[str], file: str, chosen: str | None
+) -> str | None:
+    if chosen is not None:
+        return chosen if chosen in columns else None
+    if "text" in columns:
+        return "text"
+    textual = [c for c in columns if c != file and any(isinstance(row.get(c), (str, list)) for _, row in rows)]
+    return textual[0] if len(textual) == 1 else None
+
+
+def _no_file_column(name: str, columns: list[str]) -> str:
+    return t(
+        pt=f"{name}: não achei a coluna com o nome do arquivo (`file_name`); colunas: {', '.join(columns)}",
+        en=f"{name}: no column with the file's name (`file_name`); columns: {', '.join(columns)}",
+    )
+
+
+def _no_caption_column(name: str, columns: list[str], wanted: str) -> str:
+    return t(
+        pt=f"{name}: não achei a coluna `{wanted}`; colunas: {', '.join(columns)}. Indique-a em dados.coluna_legenda",
+        en=f"{name}: no column `{wanted}`; columns: {', '.join(columns)}. Name it in data.caption_column",
+    )
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    values = value if isinstance(value, list) else [value]
+    texts = (nfc(" ".join(str(v).split())) for v in values if v is not None)
+    return tuple(text for text in texts if text)
+
+
+def _csv_rows(text: str, name: str, table: Table) -> list[tuple[int, dict[str, Any]]]:
+    first = text.split("\n", 1)[0]
+    delimiter = max(",;\t", key=first.count)
+    reader = csv.reader(io.StringIO(text), delimiter=delimiter, skipinitialspace=True)
+    header: list[str] = []
+    rows = []
+    for cells in reader:
+        if not any(cell.strip() for cell in cells):
+            continue
+        if not header:
+            header = [cell.strip() for cell in cells]
+        elif len(cells) != len(header):
+            table.problems.append(
+                t(
+                    pt=f"{name}:{reader.line_num}: {len(cells)} campos, mas o cabeçalho tem {len(header)}; "
+                    f"se a legenda tem `{delimiter}`, ponha-a entre aspas",
+                    en=f"{name}:{reader.line_num}: {len(cells)} fields, but the header has {len(header)}; "
+                    f"if the caption holds `{delimiter}`, put it in quotes",
+                )
+            )
+        else:
+            rows.append((reader.line_num, dict(zip(header, cells, strict=True))))
+    return rows
+
+
+def _json_rows(text: str, name: str, table: Table) -> list[tuple[int, dict[str, Any]]]:
+    if text.lstrip().startswith("["):  # an array saved under the name .jsonl
+        lines = [(1, text)]
+    else:
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    rows = []
+    for number, line in lines:
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            place = f"{name}:{number + error.lineno - 1}:{error.colno}"
+            table.problems.append(
+                t(pt=f"{place}: JSON inválido ({error.msg})", en=f"{place}: invalid JSON ({error.msg})")
+            )
+            continue
+        for row in value if isinstance(value, list) else [value]:
+            if isinstance(row, dict):
+                rows.append((number, row))
+            else:
+                table.problems.append(
+                    t(pt=f"{name}:{number}: esperava um objeto {{…}}", en=f"{name}:{number}: expected an object {{…}}")
+                )
+    return rows

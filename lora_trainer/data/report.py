@@ -1,0 +1,153 @@
+"""The lines that tell the user what was found, before anything is trained."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from ..errors import t
+from .batches import BatchPlan
+from .dataset import Dataset
+from .notes import counted, naming
+from .scan import ImageItem
+
+
+def summary_lines(plan: BatchPlan, epochs: int) -> list[str]:
+    """Images, captions, what was left out, buckets, and the arithmetic of the steps."""
+    dataset = plan.dataset
+    return [
+        *_folder_lines(dataset.training),
+        *_set_lines(dataset),
+        *_excluded_lines(dataset),
+        *bucket_lines(dataset),
+        *step_lines(plan, epochs),
+    ]
+
+
+def _folder_lines(items: Sequence[ImageItem], most: int = 12) -> list[str]:
+    folders = Counter((item.name.rpartition("/")[0] or ".", item.repeats) for item in items)
+    lines = []
+    for (folder, repeats), count in sorted(folders.items())[:most]:
+        images = counted(count, t(pt="imagem", en="image"), t(pt="imagens", en="images"))
+        lines.append(f"{folder}: {images} × {repeats}")
+    if len(folders) > most:
+        lines.append(t(pt=f"… e mais {len(folders) - most} pastas", en=f"… and {len(folders) - most} more folders"))
+    return lines
+
+
+def _set_lines(dataset: Dataset) -> list[str]:
+    lines = []
+    sources = Counter(_source_kind(item) for item in dataset.training)
+    told = ", ".join(f"{count} {kind}" for kind, count in sources.most_common())
+    lines.append(t(pt=f"legendas: {told}", en=f"captions: {told}"))
+    if dataset.regularization:
+        images, draws = len(dataset.regularization), sum(item.repeats for item in dataset.regularization)
+        lines.append(
+            t(
+                pt=f"regularização: {images} imagens, {draws} vezes por época (peso {dataset.config.prior_weight:g})",
+                en=f"regularization: {images} images, {draws} times per epoch (weight {dataset.config.prior_weight:g})",
+            )
+        )
+    if dataset.validation:
+        names = naming([item.name for item in dataset.validation])
+        lines.append(
+            t(
+                pt=f"validação: {len(dataset.validation)} fora do treino: {names}",
+                en=f"validation: {len(dataset.validation)} held out: {names}",
+            )
+        )
+    copies = Counter(item.facts.content for item in dataset.training)
+    repeated = sum(count - 1 for count in copies.values())
+    if repeated:
+        lines.append(
+            t(pt=f"cópias idênticas de outra imagem: {repeated}", en=f"exact copies of another image: {repeated}")
+        )
+    return lines
+
+
+def _source_kind(item: ImageItem) -> str:
+    names = {
+        "folder": t(pt="do nome da pasta", en="from the folder's name"),
+        "trigger": t(pt="só com a palavra-gatilho", en="with the trigger word alone"),
+        "none": t(pt="sem texto", en="without text"),
+    }
+    source = item.caption.source.rpartition("/")[2]
+    if source in names:
+        return names[source]
+    shared = source.lower() in ("metadata.jsonl", "metadata.csv", "default.txt")
+    return t(pt="de ", en="from ") + (source if shared else "." + source.rpartition(".")[2].lower())
+
+
+def _excluded_lines(dataset: Dataset) -> list[str]:
+    return [
+        t(pt=f"fora do treino ({reason}): {len(names)}: ", en=f"left out ({reason}): {len(names)}: ")
+        + naming(names, 10)
+        for reason, names in dataset.notes.excluded.items()
+    ]
+
+
+def bucket_lines(dataset: Dataset) -> list[str]:
+    """A table: size, images, and how much of them the crop loses on average and at worst."""
+    buckets: dict[tuple[int, int], list[float]] = {}
+    for item in dataset.examples:
+        assert item.fit is not None
+        buckets.setdefault(item.fit.target, []).append(item.fit.cropped)
+    lines = [t(pt="bucket      imagens  cortado (pior)", en="bucket       images  cropped (worst)")]
+    for (width, height), shares in sorted(buckets.items(), key=lambda pair: -len(pair[1])):
+        mean, worst = sum(shares) / len(shares), max(shares)
+        lines.append(f"{f'{width}x{height}':<10} {len(shares):>8}  {mean:>6.1%} ({worst:.1%})")
+    return lines
+
+
+def step_lines(plan: BatchPlan, epochs: int) -> list[str]:
+    """images × repeats ÷ (batch × accumulation) = steps, with the micro-batches that buckets leave short."""
+    draws, batches, steps = plan.dataset.draws_per_epoch, plan.batches_per_epoch, plan.steps_per_epoch
+    full = -(-draws // plan.batch_size)
+    extra = batches - full
+    short = ""
+    if extra:
+        short = t(pt=f" (+{extra} lotes curtos dos buckets)", en=f" (+{extra} short batches of the buckets)")
+    return [
+        t(
+            pt=f"{draws} exemplos por época ÷ lote {plan.batch_size} = {batches} micro-lotes{short} "
+            f"÷ acumulação {plan.accumulation} = {counted(steps, 'passo', 'passos')} por época",
+            en=f"{draws} examples per epoch ÷ batch {plan.batch_size} = {batches} micro-batches{short} "
+            f"÷ accumulation {plan.accumulation} = {counted(steps, 'step', 'steps')} per epoch",
+        ),
+        t(
+            pt=f"{counted(epochs, 'época', 'épocas')} × {steps} = {epochs * steps} passos do otimizador",
+            en=f"{counted(epochs, 'epoch', 'epochs')} × {steps} = {epochs * steps} optimizer steps",
+        ),
+    ]
+
+
+def token_lines(dataset: Dataset, count_tokens: Callable[[str], int], limit: int) -> list[str]:
+    """Captions that lose their end, with the end of the longest one; [] if all fit."""
+    lengths = [(count_tokens(text), item, text) for item in dataset.examples for text in item.caption.texts]
+    long = [entry for entry in lengths if entry[0] > limit]
+    if not long:
+        return []
+    longest, item, text = max(long, key=lambda entry: entry[0])
+    name = item.caption.source if item.caption.own else item.name
+    lost = dropped_tail(text, count_tokens, limit)
+    lost = lost if len(lost) <= 80 else lost[:50] + " … " + lost[-25:]
+    count = counted(
+        len(long), t(pt="legenda passa", en="caption exceeds"), t(pt="legendas passam", en="captions exceed")
+    )
+    return [
+        t(
+            pt=f"{count} de {limit} tokens; a maior: {name} ({longest}). Fica de fora: “{lost}”",
+            en=f"{count} {limit} tokens; the longest: {name} ({longest}). Left out: “{lost}”",
+        )
+    ]
+
+
+def dropped_tail(text: str, count_tokens: Callable[[str], int], limit: int) -> str:
+    """The words from the first one that no longer fits."""
+    words = text.split()
+    low, high = 0, len(words)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if count_tokens(" ".join(words[:middle])) <= limit:
+            low = middle
+        else:
+            high = middle - 1
+    return " ".join(words[low:])

@@ -1,0 +1,206 @@
+"""From a folder to checked image items: walk, decode everything once, find captions, masks and repeats.
+
+Nothing is dropped in silence: every file that is left out stands in `Notes.excluded` under its reason, every bad one is
+named before any model is loaded.
+"""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..config.schema import DataConfig
+from ..errors import DataError, t
+from .buckets import Fit
+from .captions import Caption, CaptionReader
+from .check import Progress, check_files, no_progress
+from .images import ImageFacts
+from .index import FileIndex
+from .masks import Mask, mask_paths, shape_problem
+from .notes import Notes, counted, listing, naming
+from .variants import stable_hash
+from .walk import Found, folder_repeats, readable_suffixes, walk
+
+Facts = dict[Path, ImageFacts]
+Bad = list[tuple[str, str]]
+"""(name, reason)"""
+
+
+@dataclass(frozen=True)
+class ImageItem:
+    path: Path
+    name: str
+    """Relative to its data folder, with `/`: what messages call it."""
+    facts: ImageFacts
+    repeats: int
+    caption: Caption
+    mask: Mask | None = None
+    regularization: bool = False
+    fit: Fit | None = None
+    """Set by `dataset.build`; items without one were left out."""
+
+    @functools.cached_property
+    def uid(self) -> str:
+        """The same for the same file at the same place in the data folder, wherever that folder lies."""
+        return f"{stable_hash(self.regularization, self.name, self.facts.content):016x}"
+
+
+class Scanner:
+    """Scans folders against one file index, gathering what it meets in `notes`."""
+
+    def __init__(self, config: DataConfig, index: FileIndex, notes: Notes, progress: Progress = no_progress) -> None:
+        self.config, self.index, self.notes, self.progress = config, index, notes, progress
+
+    def scan(self, root: Path, *, regularization: bool = False, exclude: Iterable[Path] = ()) -> list[ImageItem]:
+        """Items of one data folder, sorted by name. Raises DataError at once if the folder itself is unusable."""
+        _check_root(root)
+        found = walk(root, recursive=self.config.recursive, exclude=exclude)
+        paths = [image for folder in found.folders for image in folder.images]
+        if not paths and not found.unreadable:
+            raise _nothing(found)
+        facts, reasons = check_files(paths, self.index, self.config.max_pixels, self.progress)
+        bad = found.unreadable + [(found.name(path), reason) for path, reason in reasons.items()]
+        masks = {} if regularization or self.config.mask != "files" else self._masks(found, facts, bad)
+        self._report_bad(bad, found)
+        self._report_notes(found, facts)
+        trigger = None if regularization else self.config.trigger
+        reader = CaptionReader(found, self.config, self.notes, trigger)
+        items = [self._item(path, found, fact, reader, regularization) for path, fact in facts.items()]
+        reader.finish()
+        items = [replace(item, mask=masks.get(item.path)) for item in self._captioned(items)]
+        return sorted(items, key=lambda item: item.name)
+
+    # -- files
+
+    def _masks(self, found: Found, facts: Facts, bad: Bad) -> dict[Path, Mask]:
+        """Masks of the images; one of another shape than its image is bad, a missing one is said."""
+        folder = Path(self.config.mask_dir) if self.config.mask_dir is not None else None
+        if folder is not None:
+            _check_root(folder, where="dados.diretorio_mascaras")
+        wanted = mask_paths(list(facts), found, folder)
+        mask_facts, reasons = check_files(
+            sorted(set(wanted.values())), self.index, self.config.max_pixels, self.progress
+        )
+        for path, mask in wanted.items():
+            if mask in mask_facts and (problem := shape_problem(mask_facts[mask], facts[path])):
+                reasons[mask] = problem
+        bad.extend((mask.name, reason) for mask, reason in reasons.items())
+        missing = [found.name(path) for path in facts if path not in wanted]
+        if missing:
+            self.notes.warnings.append(
+                t(
+                    pt=f"sem máscara, valem por inteiro: {naming(missing)} ({len(missing)})",
+                    en=f"without a mask, trained as a whole: {naming(missing)} ({len(missing)})",
+                )
+            )
+        return {path: Mask(mask, mask_facts[mask].content) for path, mask in wanted.items() if mask not in reasons}
+
+    def _report_bad(self, bad: Bad, found: Found) -> None:
+        if self.config.bad_images == "skip":
+            for name, reason in bad:
+                self.notes.exclude(t(pt=f"ruim: {reason}", en=f"bad: {reason}"), name)
+        elif bad:
+            lines = listing([f"{name}: {reason}" for name, reason in sorted(bad)])
+            self.notes.fail(
+                t(
+                    pt=f"{counted(len(bad), 'arquivo ruim', 'arquivos ruins')} em {found.root}:\n{lines}",
+                    en=f"{counted(len(bad), 'bad file', 'bad files')} in {found.root}:\n{lines}",
+                ),
+                t(
+                    pt="conserte ou apague os arquivos, ou use dados.imagens_ruins: pular.",
+                    en="mend or delete the files, or set data.bad_images: skip.",
+                ),
+            )
+
+    def _report_notes(self, found: Found, facts: Facts) -> None:
+        if found.unsupported:
+            count, names = len(found.unsupported), naming(found.unsupported)
+            self.notes.warnings.append(
+                t(
+                    pt=f"{counted(count, 'arquivo', 'arquivos')} de tipo não lido: {names}",
+                    en=f"{counted(count, 'file', 'files')} of a type that is not read: {names}",
+                )
+            )
+        said = {
+            "animated": t(
+                pt="só o primeiro quadro da animação conta", en="only the first frame of the animation counts"
+            ),
+            "broken_profile": t(pt="perfil de cor inválido, ignorado", en="broken colour profile, ignored"),
+            "broken_exif": t(pt="EXIF danificado, ignorado", en="broken EXIF, ignored"),
+        }
+        for note, text in said.items():
+            names_with = [found.name(path) for path, fact in facts.items() if note in fact.notes]
+            if names_with:
+                self.notes.warnings.append(f"{text}: {naming(names_with)} ({len(names_with)})")
+
+    # -- items
+
+    def _item(
+        self, path: Path, found: Found, facts: ImageFacts, reader: CaptionReader, regularization: bool
+    ) -> ImageItem:
+        repeats, words = folder_repeats(path.parent, found.root)
+        if self.config.repeats is not None and not regularization:
+            repeats = self.config.repeats
+        caption = reader.read(path, words)
+        times = 1 if repeats is None else repeats
+        return ImageItem(path, found.name(path), facts, times, caption, regularization=regularization)
+
+    def _captioned(self, items: list[ImageItem]) -> list[ImageItem]:
+        bare = [item for item in items if not item.caption.own]
+        if not bare:
+            return items
+        summary = t(pt=f"{len(bare)} de {len(items)} sem legenda", en=f"{len(bare)} of {len(items)} without a caption")
+        names = naming([item.name for item in bare])
+        if self.config.uncaptioned == "stop":
+            self.notes.fail(
+                f"{summary}: {names}",
+                t(
+                    pt="escreva as legendas, ou use dados.sem_legenda: usar",
+                    en="write the captions, or set data.uncaptioned: use",
+                ),
+            )
+        elif self.config.uncaptioned == "skip":
+            for item in bare:
+                self.notes.exclude(t(pt="sem legenda", en="no caption"), item.name)
+            return [item for item in items if item.caption.own]
+        elif any(item.caption.source == "none" for item in bare):
+            self.notes.warnings.append(
+                summary
+                + t(
+                    pt=f" nem palavra-gatilho: treinam sem texto ({names})",
+                    en=f" nor a trigger word: trained without text ({names})",
+                )
+            )
+        else:
+            self.notes.notes.append(
+                summary
+                + t(
+                    pt=f": vale a palavra-gatilho ou o nome da pasta ({names})",
+                    en=f": the trigger or the folder's name counts ({names})",
+                )
+            )
+        return items
+
+
+def _check_root(root: Path, where: str = "dados.diretorio_dados") -> None:
+    if root.is_dir():
+        return
+    if root.exists():
+        problem = t(pt=f"{root} é um arquivo; preciso de uma pasta", en=f"{root} is a file; a folder is needed")
+    else:
+        problem = t(pt=f"a pasta não existe: {root}", en=f"no such folder: {root}")
+    raise DataError(problem, where=where)
+
+
+def _nothing(found: Found) -> DataError:
+    suffixes = " ".join(sorted(readable_suffixes()))
+    hint = t(pt=f"extensões aceitas: {suffixes}", en=f"accepted suffixes: {suffixes}")
+    if found.skipped_subfolders:
+        count = found.skipped_subfolders
+        hint += t(
+            pt=f". Há {counted(count, 'subpasta', 'subpastas')}: use dados.recursivo: sim",
+            en=f". There are {counted(count, 'sub-folder', 'sub-folders')}: set data.recursive: true",
+        )
+    if found.unsupported:
+        hint += t(pt=f". Não lidos: {naming(found.unsupported)}", en=f". Not read: {naming(found.unsupported)}")
+    return DataError(t(pt=f"nenhuma imagem em {found.root}", en=f"no image in {found.root}"), hint=hint)

@@ -1,0 +1,203 @@
+"""Proof that a saved file works: re-read, and loaded by diffusers' own loader onto the very model that was trained.
+
+The trainer's layers are lifted out, so that no second copy of the base is needed, and put back at the end with their
+exact weights. Outputs are compared with the live adapter rounded as the file is; what the rounding itself cost is
+measured apart, as the change of each module's delta W. Left out: other programs (A1111, ComfyUI), which cannot be
+called from here; the key lists in tests/golden stand for them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import diffusers as diffusers_library
+import torch
+from diffusers.loaders import StableDiffusionLoraLoaderMixin, StableDiffusionXLLoraLoaderMixin
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from ..errors import DivergedError, MachineError, t
+from . import diffusers
+from ._lora import Lora, LoraModule
+from .read import LoraFile, differences, read_lora, read_tensors
+
+if TYPE_CHECKING:
+    from ..adapters import Adapter
+    from ..families._base import Family
+
+FILE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+"""By the file's dtype: ‖ΔW in the file - ΔW live‖ / ‖ΔW live‖ of the worst module."""
+OUTPUT_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""By the dtype the loader computes in: largest difference of outputs / largest output."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Facts of a file that passed. Differences are relative; `effect` is how far the output is from the base's."""
+
+    path: Path
+    num_modules: int
+    delta_difference: float
+    output_difference: float
+    effect: float
+    reader: str
+    notice: str = ""
+
+
+def verify(
+    model: nn.ModuleDict, adapter: "Adapter", family: "Family", path: Path, forward: Callable[[nn.ModuleDict], Tensor]
+) -> Verification:
+    """`forward` runs a small fixed batch. Raises, or leaves model, adapter and random state as they were."""
+    live = adapter.export()
+    file, dtype = _read_checked(path, adapter)
+    delta_difference = max(_delta_difference(file.lora[name], live[name]) for name in live)
+    _require(delta_difference <= FILE_TOLERANCE[dtype], path, f"delta W: {delta_difference:.2e}")
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), _quiet_probe(model, adapter):
+        with adapter.disabled():
+            base = forward(model).float()
+        with _lifted_out(model, adapter):
+            notice = _load_as_consumer(model, family, path, file)
+            compute_dtype = _check_consumer(model, file.lora, path)
+            consumed = forward(model).float()
+        with _rounded(adapter, file.lora, compute_dtype):
+            reference = forward(model).float()
+    output_difference, effect = _relative(consumed, reference), _relative(consumed, base)
+    _require(output_difference <= OUTPUT_TOLERANCE[compute_dtype], path, f"output: {output_difference:.2e}")
+    _require(effect > 0 or torch.equal(reference, base), path, "no effect")
+    if not effect:
+        notice = t(pt="o LoRA não muda a saída do modelo", en="the LoRA does not change the model's output")
+    reader = f"diffusers {diffusers_library.__version__}"
+    return Verification(path, len(live), delta_difference, output_difference, effect, reader, notice)
+
+
+def _read_checked(path: Path, adapter: "Adapter") -> tuple[LoraFile, torch.dtype]:
+    """The file, found complete and finite, and the dtype of its matrices."""
+    stored, _ = read_tensors(path, path.name)
+    bad = sorted(key for key, tensor in stored.items() if not bool(tensor.float().isfinite().all()))
+    if bad:
+        raise DivergedError(
+            t(pt=f"o arquivo tem NaN ou infinito ({bad[0]})", en=f"the file has NaN or infinity ({bad[0]})"),
+            where=str(path))
+    file = read_lora(path, list(adapter.layers), adapter.family.export_prefixes(), adapter.layers_per_block)
+    lines = differences(file, adapter.export())
+    _require(not lines, path, "; ".join(lines))
+    return file, next(tensor.dtype for tensor in stored.values() if tensor.ndim > 1)
+
+
+def _load_as_consumer(model: nn.ModuleDict, family: "Family", path: Path, file: LoraFile) -> str:
+    """Load the file with diffusers' pipeline loader; returns what the user should know about it."""
+    two_encoders = "text_encoder_2" in family.export_prefixes()
+    reader = StableDiffusionXLLoraLoaderMixin if two_encoders else StableDiffusionLoraLoaderMixin
+    state, alphas, metadata = reader.lora_state_dict(
+        str(path), unet_config=getattr(model["unet"], "config", None), local_files_only=True, return_lora_metadata=True)
+    notice = ""
+    if any(m.magnitude is not None for m in file.lora.values()) and not any("magnitude" in key for key in state):
+        # diffusers drops kohya's dora_scale; its layers are then checked with the same tensors under its own names
+        state, alphas, metadata = diffusers.pack(file.lora, family.export_prefixes()), None, None
+        notice = t(pt="o diffusers ignora o DoRA de arquivos kohya: para ele, use o formato diffusers",
+                   en="diffusers ignores DoRA in kohya files: for it, use the diffusers format")
+    parts = sorted({name.partition(".")[0] for name in file.lora})
+    for part in parts:
+        if part.startswith("text_encoder"):
+            reader.load_lora_into_text_encoder(state, alphas, model[part], prefix=part, metadata=metadata)
+        else:
+            reader.load_lora_into_unet(state, alphas, model[part], metadata=metadata)
+    return notice
+
+
+def _check_consumer(model: nn.ModuleDict, lora: Lora, path: Path) -> torch.dtype:
+    """Every module was loaded with the file's effect; returns the dtype its weights were loaded in."""
+    loaded = _layers(model)
+    _require(loaded.keys() == lora.keys(), path, f"diffusers: {len(loaded)} / {len(lora)}")
+    dtype = torch.float32
+    for name, layer in loaded.items():
+        (key,) = layer.lora_A.keys()
+        down, up = layer.lora_A[key].weight, layer.lora_B[key].weight
+        dtype = down.dtype
+        got = float(layer.scaling[key]) * (up.float().flatten(1) @ down.float().flatten(1)).cpu()
+        difference = _relative(got, lora[name].delta())
+        _require(difference <= FILE_TOLERANCE[dtype], path, f"diffusers, {name}: {difference:.2e}")
+    return dtype
+
+
+@contextmanager
+def _lifted_out(model: nn.ModuleDict, adapter: "Adapter") -> Iterator[None]:
+    """Inside, the model is the bare base; whatever else was put on it meanwhile is gone afterwards."""
+    ours = {id(layer): layer for layer in adapter.layers.values()}
+    places = [(parent, name, child) for parent, name, child in _children(model) if id(child) in ours]
+    before = {part: set(vars(module)) for part, module in model.items()}
+    for parent, name, layer in places:
+        setattr(parent, name, layer.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, child in _children(model):
+            if isinstance(child, LoraLayer):
+                setattr(parent, name, child.base_layer)
+        for parent, name, layer in places:
+            setattr(parent, name, layer)
+        for part, module in model.items():
+            for attribute in set(vars(module)) - before[part]:
+                delattr(module, attribute)
+            if getattr(module, "_hf_peft_config_loaded", False):
+                setattr(module, "_hf_peft_config_loaded", False)  # noqa: B010  (mypy reads modules' attributes as tensors)
+        model.requires_grad_(False)
+        for parameter in adapter.named_parameters().values():
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def _rounded(adapter: "Adapter", lora: Lora, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, the live adapter holds the file's values in `dtype`; afterwards its own storages again."""
+    state, own = adapter.state_of(lora), {key: p.data for key, p in adapter.named_parameters().items()}
+    for key, parameter in adapter.named_parameters().items():
+        parameter.data = state[key].to(parameter.device, dtype)
+    try:
+        yield
+    finally:
+        for key, parameter in adapter.named_parameters().items():
+            parameter.data = own[key]
+
+
+@contextmanager
+def _quiet_probe(model: nn.ModuleDict, adapter: "Adapter") -> Iterator[None]:
+    """No dropout in the adapter; the loader's switches of train and eval mode are undone."""
+    modes = [(module, module.training) for module in model.modules()]
+    for layer in adapter.layers.values():
+        layer.lora_dropout.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _layers(model: nn.ModuleDict) -> dict[str, LoraLayer]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    return [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+
+
+def _delta_difference(stored: LoraModule, live: LoraModule) -> float:
+    pairs = [(stored.delta(), live.delta())]
+    if stored.magnitude is not None and live.magnitude is not None:
+        pairs.append((stored.magnitude, live.magnitude))
+    return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs)
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+
+
+def _require(condition: bool, path: Path, what: str) -> None:
+    if not condition:
+        raise MachineError(
+            t(pt=f"o arquivo foi gravado, mas lido de volta não é o LoRA treinado ({what})",
+              en=f"the file was written, but read back it is not the LoRA that was trained ({what})"),
+            t(pt=f"não use este arquivo; relate o erro (diffusers {diffusers_library.__version__})",
+              en=f"do not use this file; report the error (diffusers {diffusers_library.__version__})"),
+            str(path))

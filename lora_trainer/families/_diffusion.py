@@ -1,0 +1,113 @@
+"""What all diffusion families share: corrupt, predict, compare. The loss is written once, here.
+
+A family writes `predict` and its loading; `run.py` hands it an objective made from the user's settings.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..config.schema import DataConfig, TrainingConfig
+from ..errors import ConfigError, t
+from ._base import Batch, Example, Family, Sampling
+from ._objective import NoisePrediction, Objective, alphas_cumprod
+from ._sampling import sample_latents
+
+PROBE_SIDE = 256
+"""Pixels, each side, of the picture that a reloaded file is tried on."""
+
+__all__ = ["DiffusionFamily", "NoisePrediction", "Objective", "make_objective"]
+
+
+class DiffusionFamily(Family):
+    """`open` sets `prediction_type` and `schedule_config`; `objective` is set before the first loss."""
+
+    objective: Objective
+    prediction_type: Literal["epsilon", "v_prediction"]
+    schedule_config: dict[str, Any]
+    """beta_start, beta_end, beta_schedule, num_train_timesteps, … as in diffusers' scheduler_config.json."""
+
+    @property
+    def zero_terminal_snr(self) -> bool:
+        """Whether the last timestep is pure noise, which samplers need to know."""
+        return isinstance(self.objective, NoisePrediction) and float(self.objective.alphas_cumprod[-1]) == 0
+
+    def configure(self, training: TrainingConfig, data: DataConfig) -> None:
+        self.objective = make_objective(training, self)
+
+    @abstractmethod
+    def predict(self, model: nn.ModuleDict, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        """The network's output for noisy latents x_t (B, C, H, W) float32 at timesteps (B,); shaped like x_t."""
+
+    def num_terms(self, batch: Batch) -> int:
+        return len(batch["latents"])
+
+    def loss(self, model: nn.ModuleDict, batch: Batch) -> Tensor:
+        """Sum over examples of mean error × weight, float32. `mask` (B, 1, H, W) is optional in the batch."""
+        x0 = batch["latents"].float()
+        timesteps, noise = self.objective.draw(batch["seeds"], x0.shape)
+        x_t, target = self.objective.corrupt(x0, noise.to(x0.device), timesteps)
+        prediction = self.predict(model, x_t, timesteps.to(x0.device), batch).float()
+        each = self.objective.error(prediction, target, batch.get("mask"))
+        return (each * self.objective.weight(timesteps).to(each) * batch["weight"].to(each)).sum()
+
+    def sample(
+        self, model: nn.ModuleDict, positive: Sequence[Example], negative: Example, sampling: Sampling
+    ) -> Tensor:
+        return sample_latents(self, model, positive, negative, sampling)
+
+    def probe(self, model: nn.ModuleDict) -> Tensor:
+        device, generator = next(model.parameters()).device, torch.Generator().manual_seed(0)
+        batch = self.example_batch(1, (PROBE_SIDE, PROBE_SIDE))
+        for name, value in batch.items():
+            random = torch.randn(value.shape, generator=generator) if value.is_floating_point() else value
+            batch[name] = random.to(device)
+        timesteps = torch.tensor([len(self.objective.alphas_cumprod) // 2], device=device)
+        return self.predict(model, batch["latents"], timesteps, batch)
+
+
+def make_objective(settings: TrainingConfig, family: DiffusionFamily) -> NoisePrediction:
+    """The objective the user asked for, on the family's noise schedule."""
+    if settings.zero_terminal_snr and family.prediction_type == "epsilon":
+        raise ConfigError(
+            t(
+                pt="treino.snr_terminal_zero não serve para um modelo que prevê epsilon: "
+                "no último nível de ruído não haveria nada a aprender",
+                en="training.zero_terminal_snr does not suit a model that predicts epsilon: "
+                "there would be nothing to learn at the last noise level",
+            ),
+            t(
+                pt="retire a chave, ou use modelo.tipo_predicao: v se o modelo base for mesmo de predição v",
+                en="remove the key, or set model.prediction_type: v_prediction if the base really predicts v",
+            ),
+        )
+    schedule = alphas_cumprod(family.schedule_config, settings.zero_terminal_snr)
+    return NoisePrediction(
+        alphas_cumprod=schedule,
+        prediction_type=family.prediction_type,
+        timestep_range=_timestep_range(settings, len(schedule)),
+        min_snr_gamma=settings.min_snr_gamma,
+        debiased=settings.debiased,
+        noise_offset=settings.noise_offset,
+        loss=settings.loss,
+        huber_delta=settings.huber_delta,
+    )
+
+
+def _timestep_range(settings: TrainingConfig, count: int) -> tuple[int, int]:
+    low, high = settings.timestep_min, min(settings.timestep_max, count)
+    if low < high:
+        return low, high
+    raise ConfigError(
+        t(
+            pt=f"nenhum nível de ruído entre passo_ruido_minimo ({low}) e passo_ruido_maximo ({settings.timestep_max})",
+            en=f"no timestep between timestep_min ({low}) and timestep_max ({settings.timestep_max})",
+        ),
+        t(
+            pt=f"este modelo base tem os níveis 0 a {count - 1}; o mínimo deve ser menor que o máximo",
+            en=f"this base has timesteps 0 to {count - 1}; the lowest must be below the highest",
+        ),
+    )

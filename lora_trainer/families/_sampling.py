@@ -1,0 +1,68 @@
+"""Drawing images with the model in training, for previews: DDIM with classifier-free guidance.
+
+Noise comes from the seed and the image's index alone, so base and adapter draw from the same noise and training's random
+numbers are not touched. One sampler for all epsilon and v families; those of rectified flow will bring theirs.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from diffusers import DDIMScheduler
+from torch import Tensor, nn
+
+from ._base import Example, Sampling
+
+if TYPE_CHECKING:
+    from ._diffusion import DiffusionFamily
+
+
+def make_scheduler(family: "DiffusionFamily", zero_terminal_snr: bool = False) -> DDIMScheduler:
+    """DDIM on the family's noise schedule, from the last timestep down (Lin et al. 2023, table 2: "trailing")."""
+    keys = ("beta_start", "beta_end", "beta_schedule", "num_train_timesteps")
+    return DDIMScheduler(
+        **{key: family.schedule_config[key] for key in keys if key in family.schedule_config},
+        prediction_type=family.prediction_type, clip_sample=False, set_alpha_to_one=False,
+        timestep_spacing="trailing", rescale_betas_zero_snr=zero_terminal_snr,
+    )
+
+
+@torch.no_grad()
+def sample_latents(
+    family: "DiffusionFamily", model: nn.ModuleDict, positive: Sequence[Example], negative: Example, sampling: Sampling,
+) -> Tensor:
+    """Clean latents (N, C, h, w) for N prompts, on the model's device."""
+    device = next(model.parameters()).device
+    shape = family.example_batch(1, sampling.size)["latents"].shape[1:]
+    noise = torch.stack([_noise(shape, sampling.seed + index) for index in range(len(positive))])
+    parts = []
+    for start in range(0, len(positive), sampling.chunk):
+        chosen = positive[start : start + sampling.chunk]
+        x_t = noise[start : start + sampling.chunk].to(device)
+        parts.append(_denoise(family, model, x_t, _stack(chosen, device), _stack([negative] * len(chosen), device), sampling))
+    return torch.cat(parts)
+
+
+def _denoise(
+    family: "DiffusionFamily", model: nn.ModuleDict, x_t: Tensor, positive: Example, negative: Example, sampling: Sampling,
+) -> Tensor:
+    scheduler = make_scheduler(family, family.zero_terminal_snr)
+    scheduler.set_timesteps(sampling.steps, device=x_t.device)
+    both = {name: torch.cat([value, negative[name]]) for name, value in positive.items()}
+    for timestep in scheduler.timesteps:
+        if sampling.guidance > 1:
+            predicted = family.predict(model, x_t.repeat(2, 1, 1, 1), timestep.expand(2 * len(x_t)), both).float()
+            with_prompt, without = predicted.chunk(2)
+            predicted = without + sampling.guidance * (with_prompt - without)
+        else:
+            predicted = family.predict(model, x_t, timestep.expand(len(x_t)), positive).float()
+        x_t = cast(Tensor, scheduler.step(predicted, timestep, x_t).prev_sample)
+    return x_t
+
+
+def _noise(shape: torch.Size, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _stack(examples: Sequence[Example], device: torch.device) -> Example:
+    return {name: torch.stack([example[name] for example in examples]).to(device) for name in examples[0]}

@@ -1,0 +1,243 @@
+"""From tensors on disk to a module, one tensor at a time.
+
+The module is built on `meta`; each of its parameters names the places where its value may lie in the files (`Piece`), is
+read from there, scaled if it is stored in fp8, cast and moved. So host memory holds the component in the wanted dtype and
+one tensor more, whatever the file's layout, sharding or dtype. Files are read, not mapped: a mapped file keeps its pages in
+the process, cannot be replaced under Windows, and hands out views that torch refuses where a header is not aligned.
+Left out: checkpoints already quantised to int8 or 4 bits.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SourceError, t
+from ..headers import Header, TensorInfo, read_header
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+FP8 = ("F8_E4M3", "F8_E5M2")
+HASH_CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a parameter may lie: a key; of a fused q/k/v tensor, which `third`; whether it is stored transposed."""
+
+    key: str
+    third: int | None = None
+    transposed: bool = False
+
+    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        shape = stored if self.third is None else (stored[0] // 3, *stored[1:])
+        return shape[::-1] if self.transposed else shape
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        if self.third is not None:
+            tensor = tensor.chunk(3)[self.third]
+        return tensor.T if self.transposed else tensor
+
+
+Locate = Callable[[str], Sequence[Piece]]
+"""A module's parameter name -> the pieces that may hold it, the likeliest first."""
+
+
+class Weights:
+    """Several .safetensors files seen as one dictionary."""
+
+    def __init__(self, files: Mapping[Path, Header]) -> None:
+        self._files = {name: path for path, header in files.items() for name in header}
+        self.header: Header = {name: info for header in files.values() for name, info in header.items()}
+
+    @classmethod
+    def open(cls, files: Iterable[Path], what: str) -> "Weights":
+        return cls({path: read_header(path, what)[0] for path in files})
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.header
+
+    def read(self, key: str) -> Tensor:
+        """The tensor as stored, on the CPU."""
+        info = self.header[key]
+        raw = torch.empty(info.nbytes, dtype=torch.uint8)
+        if info.nbytes:
+            self._read_into(self._files[key], info, raw)
+        return raw.view(DTYPES[info.dtype]).reshape(info.shape)
+
+    def _read_into(self, path: Path, info: TensorInfo, raw: Tensor) -> None:
+        with path.open("rb") as file:
+            file.seek(info.offset)
+            if file.readinto(raw.numpy().data) != info.nbytes:
+                raise SourceError(
+                    t(pt=f"{path} mudou enquanto era lido", en=f"{path} changed while it was being read"),
+                    t(pt="comece de novo", en="start again"),
+                )
+
+    def scale_of(self, key: str) -> str | None:
+        """The factor that belongs to an fp8 tensor, in the spellings of ComfyUI and others."""
+        stem = key.removesuffix("weight")
+        names = (f"{stem}scale_weight", f"{stem}weight_scale", f"{key}.scale_weight", f"{key}_scale")
+        return next((name for name in names if name in self), None)
+
+    def value(self, key: str) -> Tensor:
+        """The tensor with its scale applied: float32 where there is one."""
+        tensor = self.read(key)
+        scale_key = self.scale_of(key) if self.header[key].dtype in FP8 else None
+        if scale_key is None:
+            return tensor
+        scale = self.read(scale_key).float()
+        if scale.numel() > 1:  # one factor for each output row
+            scale = scale.reshape(-1, *[1] * (tensor.ndim - 1))
+        return tensor.float() * scale
+
+    def digest(self, keys: Iterable[str]) -> str:
+        """A hash of names, shapes and bytes: the same weights in the same layout, wherever the file lies."""
+        total = hashlib.blake2b(digest_size=16)
+        for key in sorted(keys):
+            info = self.header[key]
+            total.update(json.dumps([key, info.dtype, info.shape]).encode())
+            with self._files[key].open("rb") as file:
+                file.seek(info.offset)
+                for start in range(0, info.nbytes, HASH_CHUNK_BYTES):
+                    total.update(file.read(min(HASH_CHUNK_BYTES, info.nbytes - start)))
+        return total.hexdigest()
+
+
+@dataclass(frozen=True)
+class Component:
+    """One network of a base: how to build it, and where each of its weights lies."""
+
+    name: str
+    """As diffusers names it: unet, vae, text_encoder, text_encoder_2."""
+    config: dict[str, Any]
+    build: Callable[[Mapping[str, Any]], nn.Module]
+    weights: Weights = field(repr=False)
+    locate: Locate = field(repr=False)
+    what: str
+    """The config key of its source, for messages."""
+
+    def skeleton(self) -> nn.Module:
+        """The module on `meta`, frozen."""
+        with torch.device("meta"):
+            module = self.build(self.config)
+        return module.eval().requires_grad_(False)
+
+    def used_keys(self) -> set[str]:
+        """Keys of the file that `load` reads. SourceError when one is missing or of another shape."""
+        pieces = find_pieces(self, self.skeleton())
+        scales = {self.weights.scale_of(p.key) for p in pieces.values() if self.weights.header[p.key].dtype in FP8}
+        return {piece.key for piece in pieces.values()} | {scale for scale in scales if scale}
+
+    def fingerprint(self) -> str:
+        """Changes with any weight or with the architecture."""
+        config = json.dumps(self.config, sort_keys=True, default=str)
+        return hashlib.sha256((self.weights.digest(self.used_keys()) + config).encode()).hexdigest()
+
+    def load(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The module with its weights, frozen, in evaluation mode; on "meta" without weights."""
+        module = self.skeleton()
+        if device.type == "meta":
+            return module.to(dtype)
+        pieces = find_pieces(self, module)
+        places = self.weights.header
+        for name in sorted(pieces, key=lambda name: places[pieces[name].key].offset):
+            tensor = pieces[name].cut(self.weights.value(pieces[name].key))
+            _assign(module, name, tensor.to(device=device, dtype=dtype, copy=pieces[name].third is not None))
+        _fill_position_ids(module, device)
+        assert not any(x.is_meta for x in (*module.parameters(), *module.buffers())), "a tensor was left on meta"
+        return module
+
+
+def find_pieces(component: Component, module: nn.Module) -> dict[str, Piece]:
+    """Where each parameter lies; SourceError naming a few of those that are missing or of the wrong shape."""
+    found: dict[str, Piece] = {}
+    missing, misshapen, unreadable = [], [], []
+    for name, parameter in module.state_dict().items():
+        piece = next((p for p in component.locate(name) if p.key in component.weights), None)
+        if piece is None:
+            missing.append(component.locate(name)[0].key)
+            continue
+        info = component.weights.header[piece.key]
+        if info.dtype not in DTYPES:
+            unreadable.append(f"{piece.key} ({info.dtype})")
+        elif _bare(piece.shape(info.shape)) != _bare(tuple(parameter.shape)):
+            misshapen.append(f"{piece.key} {list(info.shape)} ≠ {list(parameter.shape)}")
+        found[name] = piece
+    if missing or misshapen or unreadable:
+        raise _incomplete(component, missing, misshapen, unreadable)
+    return found
+
+
+def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape without trailing ones: a 1x1 convolution and a linear layer hold the same matrix."""
+    while len(shape) > 1 and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
+def _incomplete(component: Component, missing: list[str], misshapen: list[str], unreadable: list[str]) -> SourceError:
+    def few(names: Collection[str]) -> str:
+        listed = ", ".join(sorted(names)[:4])
+        return listed + (t(pt=f" e mais {len(names) - 4}", en=f" and {len(names) - 4} more") if len(names) > 4 else "")
+
+    problems = []
+    if missing:
+        problems.append(
+            t(
+                pt=f"faltam {len(missing)} tensores ({few(missing)})",
+                en=f"{len(missing)} tensors are missing ({few(missing)})",
+            )
+        )
+    if misshapen:
+        problems.append(
+            t(
+                pt=f"{len(misshapen)} têm outro formato ({few(misshapen)})",
+                en=f"{len(misshapen)} have another shape ({few(misshapen)})",
+            )
+        )
+    if unreadable:
+        problems.append(
+            t(
+                pt=f"{len(unreadable)} estão quantizados ({few(unreadable)})",
+                en=f"{len(unreadable)} are quantised ({few(unreadable)})",
+            )
+        )
+    hint = (
+        t(pt="use o modelo em fp16, bf16, fp32 ou fp8", en="use the model in fp16, bf16, fp32 or fp8")
+        if unreadable
+        else t(
+            pt="o arquivo é de outra arquitetura ou está incompleto: baixe-o de novo, ou dê em modelo.arquitetura a pasta com "
+            "os config.json dele",
+            en="the file is of another architecture or incomplete: download it again, or give in model.architecture the folder "
+            "with its config.json files",
+        )
+    )
+    return SourceError(f"{component.name}: {'; '.join(problems)}", hint, component.what)
+
+
+def _assign(module: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    old = getattr(owner, leaf)
+    assert old.is_meta, f"{name} filled twice"
+    tensor = tensor.reshape(old.shape).contiguous()
+    if isinstance(old, nn.Parameter):
+        setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
+    else:
+        owner.register_buffer(leaf, tensor)
+
+
+def _fill_position_ids(module: nn.Module, device: torch.device) -> None:
+    """CLIP's only buffer is not in any file: 0, 1, 2, …"""
+    for name, buffer in list(module.named_buffers()):
+        if buffer.is_meta and name.endswith("position_ids"):
+            owner = module.get_submodule(name.rpartition(".")[0])
+            owner.register_buffer("position_ids", torch.arange(buffer.shape[-1], device=device)[None], persistent=False)

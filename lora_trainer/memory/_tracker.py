@@ -1,0 +1,203 @@
+"""Live tensor bytes of a run, real or fake alike: by phase, and by cause at each phase's peak.
+
+A dispatch mode sees every storage an operator returns and when it is freed; sizes are rounded to 512 bytes as the CUDA
+caching allocator does. Causes that are only known later (gradients, optimizer state, what autograd kept for the backward
+pass) are told afterwards, so the breakdown is worked out from the recorded lives at the end. Storages made within
+`host_memory()` count as host RAM. With a `limit`, going over it raises torch.OutOfMemoryError, as a smaller card would.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+ROUNDING = 512
+CAUSES = ("frozen", "adapter", "gradients", "optimizer", "activations", "temporary")
+_making_host_memory = False
+_active: "MemoryTracker | None" = None
+
+
+@contextmanager
+def host_memory() -> Iterator[None]:
+    """Tensors made within are host RAM (streaming masters, offloaded activations), also when the device is the CPU."""
+    global _making_host_memory
+    before, _making_host_memory = _making_host_memory, True
+    try:
+        yield
+    finally:
+        _making_host_memory = before
+
+
+def count_transfer(count: int) -> None:
+    """Tell the tracker, if one is watching, of bytes copied between host and device."""
+    if _active is not None:
+        _active.transferred += count
+
+
+@dataclass
+class _Life:
+    size: int
+    host: bool
+    birth: int
+    death: int | None = None
+    cause: str | None = None
+
+
+@dataclass(frozen=True)
+class PhasePeak:
+    """Bytes at the moment of the phase's highest device total; `host` is the phase's highest host total."""
+
+    total: int
+    causes: dict[str, int]
+    host: int
+
+
+@dataclass
+class _Span:
+    name: str
+    start: int
+    end: int | None = None
+
+
+class MemoryTracker(TorchDispatchMode):
+    """`record=False` keeps only `now` and `peak`, for long runs under a limit."""
+
+    def __init__(self, *, limit: int | None = None, record: bool = True) -> None:
+        super().__init__()
+        self.limit, self.record = limit, record
+        self.now = self.peak = self.host_now = self.host_peak = 0
+        self.flops = 0
+        self.transferred = 0
+        self._clock = 0
+        self._live: dict[int, tuple[Any, _Life]] = {}
+        self._lives: list[_Life] = []
+        self._spans: list[_Span] = []
+
+    def __enter__(self) -> "MemoryTracker":
+        global _active
+        self._outer, _active = _active, self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        global _active
+        _active = self._outer
+        super().__exit__(*exc)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if (packet := func._overloadpacket) in flop_registry:
+            self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
+        for value in tree_iter(out):
+            if isinstance(value, Tensor):
+                self.add(value)
+        return out
+
+    def add(self, tensor: Tensor, cause: str | None = None) -> None:
+        """Count a tensor's storage (once); for tensors that no operator returned, such as loaded weights."""
+        if tensor.device.type == "meta" and not hasattr(tensor, "fake_mode"):
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            if cause:
+                self._live[key][1].cause = cause
+            return
+        size = -(-storage.nbytes() // ROUNDING) * ROUNDING
+        if size == 0:
+            return
+        self._clock += 1
+        life = _Life(size, _making_host_memory, self._clock, cause=cause)
+        self._live[key] = (weakref.ref(storage, lambda _, key=key: self._drop(key)), life)
+        if self.record:
+            self._lives.append(life)
+        if life.host:
+            self.host_now += size
+            self.host_peak = max(self.host_peak, self.host_now)
+            return
+        self.now += size
+        if self.limit is not None and self.now > self.limit:
+            raise torch.OutOfMemoryError(
+                f"tracker: {self.now / 2**20:.1f} MiB of tensors, limit {self.limit / 2**20:.1f} MiB"
+            )
+        self.peak = max(self.peak, self.now)
+
+    def _drop(self, key: int) -> None:
+        entry = self._live.pop(key, None)
+        if entry is None:
+            return
+        life = entry[1]
+        self._clock += 1
+        life.death = self._clock
+        if life.host:
+            self.host_now -= life.size
+        else:
+            self.now -= life.size
+
+    def mark(self, tensors: Iterable[Tensor], cause: str) -> None:
+        """Say what these tensors are; those not seen yet start to count now."""
+        for tensor in tensors:
+            self.add(tensor, cause)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        span = _Span(name, self._clock)
+        self._spans.append(span)
+        try:
+            yield
+        finally:
+            span.end = self._clock
+
+    def mark_saved(self) -> None:
+        """Everything of unknown cause that is alive now was kept for the backward pass: activations."""
+        for _, life in self._live.values():
+            if life.cause is None:
+                life.cause = "activations"
+
+    def peaks(self) -> dict[str, PhasePeak]:
+        """Phase -> bytes at its peak. A phase entered several times counts at its worst."""
+        out: dict[str, PhasePeak] = {}
+        for span in self._spans:
+            peak = self._peak_within(span.start, span.end if span.end is not None else self._clock)
+            if span.name not in out or peak.total > out[span.name].total:
+                host = max(peak.host, out[span.name].host if span.name in out else 0)
+                out[span.name] = PhasePeak(peak.total, peak.causes, host)
+        return out
+
+    def _peak_within(self, start: int, end: int) -> PhasePeak:
+        changes: list[tuple[int, int, bool]] = []
+        device = host = 0
+        for life in self._lives:
+            if life.birth > end or (life.death is not None and life.death <= start):
+                continue
+            if life.birth <= start:
+                device, host = (device, host + life.size) if life.host else (device + life.size, host)
+            else:
+                changes.append((life.birth, life.size, life.host))
+            if life.death is not None and life.death <= end:
+                changes.append((life.death, -life.size, life.host))
+        best, best_at, best_host = device, start, host
+        for at, size, is_host in sorted(changes):
+            if is_host:
+                host += size
+                best_host = max(best_host, host)
+            else:
+                device += size
+                if device > best:
+                    best, best_at = device, at
+        return PhasePeak(best, self._causes_at(best_at), best_host)
+
+    def _causes_at(self, moment: int) -> dict[str, int]:
+        causes = dict.fromkeys(CAUSES, 0)
+        for life in self._lives:
+            if not life.host and life.birth <= moment and (life.death is None or life.death > moment):
+                causes[life.cause or "temporary"] += life.size
+        return causes

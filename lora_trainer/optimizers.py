@@ -1,0 +1,299 @@
+"""Optimizers by name, each a row of a table; what the user wrote is checked against the constructor's own signature.
+
+`probe` takes one real step on a few thousand weights before any data is touched, because only a step tells whether an
+8-bit build works here: version texts do not. Left out: our own optimizers, fused backward (a memory technique).
+"""
+
+import importlib
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .config.schema import TrainingConfig
+from .errors import ConfigError, MachineError, t
+
+# Two lines bitsandbytes prints for everybody: optional CPU kernels it does not need, and paging, said in our own words.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
+
+Groups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Where an optimizer comes from and what of it the user may set."""
+
+    module: str
+    cls: str
+    install: str = "torch"
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """Arguments that are ours to set."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Arguments we set unless the user does."""
+    hidden: tuple[str, ...] = ()
+    """Arguments that would break the promise of the name."""
+
+
+_BITS = ("optim_bits", "args", "amsgrad", "is_paged")
+_EXTRA = "lora-trainer[otimizadores]"
+
+RECIPES = {
+    "adamw": Recipe("torch.optim", "AdamW"),
+    "adamw8bit": Recipe("bitsandbytes.optim", "AdamW8bit", "bitsandbytes", hidden=_BITS),
+    "pagedadamw8bit": Recipe("bitsandbytes.optim", "PagedAdamW8bit", "bitsandbytes", hidden=_BITS),
+    "lion8bit": Recipe("bitsandbytes.optim", "Lion8bit", "bitsandbytes", hidden=_BITS),
+    # scale_parameter multiplies the rate by each tensor's size, which for LoRA's zero-initialised B is nearly nothing.
+    "adafactor": Recipe(
+        "transformers.optimization",
+        "Adafactor",
+        "transformers",
+        fixed={"relative_step": False, "warmup_init": False},
+        defaults={"scale_parameter": False},
+    ),
+    "prodigy": Recipe("pytorch_optimizer", "Prodigy", _EXTRA),
+    "came": Recipe("pytorch_optimizer", "CAME", _EXTRA),
+    "schedulefree_adamw": Recipe("pytorch_optimizer", "ScheduleFreeAdamW", _EXTRA),
+}
+
+EIGHT_BIT = {"adamw": "adamw8bit", **{name: name for name in ("adamw8bit", "pagedadamw8bit", "lion8bit")}}
+"""Optimizer -> its 8-bit version."""
+
+
+def resolve_name(settings: TrainingConfig) -> str:
+    """The optimizer in fact used: `use_8bit_optimizer` turns adamw into adamw8bit."""
+    if not settings.use_8bit_optimizer:
+        return settings.optimizer
+    if settings.optimizer in EIGHT_BIT:
+        return EIGHT_BIT[settings.optimizer]
+    raise ConfigError(
+        t(pt=f"{settings.optimizer} não tem versão de 8 bits", en=f"{settings.optimizer} has no 8-bit version"),
+        t(
+            pt=f"retire treino.use_otimizador_8bit, ou use treino.otimizador com um destes: {', '.join(EIGHT_BIT)}",
+            en=f"remove training.use_8bit_optimizer, or set training.optimizer to one of: {', '.join(EIGHT_BIT)}",
+        ),
+        where=_key("use_otimizador_8bit", "use_8bit_optimizer"),
+    )
+
+
+def param_groups(named: Mapping[str, nn.Parameter], settings: TrainingConfig) -> Groups:
+    """Adapter parameters by path (`unet.….lora_A.weight`) -> groups with `name`, `lr`, and `base_lr` for schedules.
+
+    Text encoders have their own rate. LoRA+ (Hayou et al. 2024) gives the B matrices `lora_plus_ratio` times the rate.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    for path, parameter in named.items():
+        part = path.partition(".")[0]
+        rate, label = _part_rate(part, settings), part
+        if settings.lora_plus_ratio != 1 and ".lora_B." in path:
+            rate, label = rate * settings.lora_plus_ratio, f"{part}.lora_B"
+        group = groups.setdefault(label, {"params": [], "name": label, "lr": rate, "base_lr": rate})
+        group["params"].append(parameter)
+    return list(groups.values())
+
+
+def _part_rate(part: str, settings: TrainingConfig) -> float:
+    if not part.startswith("text_encoder"):
+        return settings.learning_rate
+    if settings.text_encoder_learning_rate is not None:
+        return settings.text_encoder_learning_rate
+    # Prodigy scales one estimated rate; half of it for the text encoders would be ignored without a word.
+    return settings.learning_rate if settings.optimizer == "prodigy" else settings.learning_rate / 2
+
+
+def build_optimizer(groups: Groups, settings: TrainingConfig) -> torch.optim.Optimizer:
+    """Raises ConfigError for arguments the optimizer does not know, MachineError when its package is not usable."""
+    name = resolve_name(settings)
+    cls = _import(name)
+    arguments = _arguments(name, cls, settings)
+    try:
+        optimizer: torch.optim.Optimizer = cls(groups, lr=settings.learning_rate, **arguments)
+    except Exception as error:  # each library refuses values with exceptions of its own
+        raise ConfigError(
+            t(pt=f"{name} recusou os valores dados: {error}", en=f"{name} refused the values given: {error}"),
+            t(pt=f"valores: {arguments}", en=f"values: {arguments}"),
+            where=_key("argumentos_otimizador", "optimizer_args"),
+        ) from error
+    return optimizer
+
+
+def _import(name: str) -> Callable[..., torch.optim.Optimizer]:
+    recipe = RECIPES[name]
+    try:
+        cls: Callable[..., torch.optim.Optimizer] = getattr(importlib.import_module(recipe.module), recipe.cls)
+    except Exception as error:  # a broken binary package may raise anything when imported
+        raise _unusable(name, error) from error
+    return cls
+
+
+def _unusable(name: str, error: Exception) -> MachineError:
+    recipe = RECIPES[name]
+    package = recipe.module.partition(".")[0]
+    reason = f"{type(error).__name__}: {error}"
+    absent = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == package
+    if absent:
+        problem = t(
+            pt=f"o otimizador {name} precisa do pacote {package}, que não está instalado ({reason})",
+            en=f"the optimizer {name} needs the package {package}, which is not installed ({reason})",
+        )
+    else:
+        problem = t(
+            pt=f"o otimizador {name} não funciona nesta máquina: {reason}",
+            en=f"the optimizer {name} does not work on this machine: {reason}",
+        )
+    install = f'python -m pip install --upgrade "{recipe.install}"'
+    hint = t(
+        pt=f"{install}; ou use treino.otimizador: adamw",
+        en=f"{install}; or set training.optimizer: adamw",
+    )
+    if name in EIGHT_BIT.values():
+        hint += t(
+            pt=" com treino.use_otimizador_8bit: false (6 bytes de memória a mais por parâmetro do LoRA)",
+            en=" with training.use_8bit_optimizer: false (6 more bytes of memory per LoRA parameter)",
+        )
+    return MachineError(problem, hint, where=_key("otimizador", "optimizer"))
+
+
+def _arguments(name: str, cls: Callable[..., Any], settings: TrainingConfig) -> dict[str, Any]:
+    """Constructor arguments from the options; all that do not fit are told at once."""
+    recipe, given = RECIPES[name], dict(settings.optimizer_args)
+    signature = inspect.signature(cls).parameters
+    named = {"weight_decay": settings.weight_decay, "betas": settings.betas, "eps": settings.eps}
+    own = {"params", "lr", *named, *recipe.fixed, *recipe.hidden, "maximize", "differentiable"}
+    if name == "adafactor":
+        own.remove("eps")  # a pair, which the option of that name cannot say
+    accepted = [p.name for p in signature.values() if p.kind is not p.VAR_KEYWORD and p.name not in own]
+    chosen = {key: value for key, value in named.items() if value is not None}
+    problems = [_unknown(key, "argumentos_otimizador", "optimizer_args") for key in given if key not in accepted]
+    problems += [_unknown(key, key, key) for key in chosen if key not in signature]
+    problems += _wrong_length(chosen, signature) + _one_rate_only(name, settings)
+    if problems:
+        raise ConfigError(
+            t(pt=f"{name} não aceita: {'; '.join(problems)}", en=f"{name} does not accept: {'; '.join(problems)}"),
+            t(
+                pt=f"argumentos_otimizador de {name}: {', '.join(accepted)}",
+                en=f"optimizer_args of {name}: {', '.join(accepted)}",
+            ),
+            where=_key("otimizador", "optimizer"),
+        )
+    merged = {**recipe.defaults, **chosen, **given, **recipe.fixed}
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in merged.items()}
+
+
+def _unknown(name: str, pt: str, en: str) -> str:
+    place = _key(pt, en)
+    return place if name == pt else f"{place}.{name}"
+
+
+def _wrong_length(chosen: dict[str, Any], signature: Mapping[str, inspect.Parameter]) -> list[str]:
+    """`betas` of another length, or one number where the optimizer wants a pair."""
+    problems = []
+    for key, value in chosen.items():
+        usual = signature[key].default if key in signature else None
+        count = len(value) if isinstance(value, list) else 1
+        if isinstance(usual, tuple) and len(usual) != count:
+            wanted = list(usual)
+            problems.append(
+                t(
+                    pt=f"{_key(key, key)} com {count} valor(es), são {len(wanted)} (usual: {wanted})",
+                    en=f"{_key(key, key)} of {count} value(s), it takes {len(wanted)} (usual: {wanted})",
+                )
+            )
+    return problems
+
+
+def _one_rate_only(name: str, settings: TrainingConfig) -> list[str]:
+    """pytorch_optimizer's Prodigy reads the first group's rate and ignores the others in silence."""
+    if name != "prodigy":
+        return []
+    problems = []
+    if settings.text_encoder_learning_rate not in (None, settings.learning_rate):
+        problems.append(_key("taxa_aprendizado_texto", "text_encoder_learning_rate"))
+    if settings.lora_plus_ratio != 1:
+        problems.append(_key("razao_lora_plus", "lora_plus_ratio"))
+    return problems
+
+
+def _key(pt: str, en: str) -> str:
+    return t(pt=f"treino.{pt}", en=f"training.{en}")
+
+
+def optimizer_notices(settings: TrainingConfig, device: torch.device) -> list[str]:
+    """What is allowed but rarely meant."""
+    name, rate = resolve_name(settings), settings.learning_rate
+    notices = []
+    if name == "prodigy" and not 0.1 <= rate <= 10:
+        notices.append(
+            t(
+                pt=f"prodigy acha a taxa sozinho e espera taxa_aprendizado: 1.0; com {rate:g} quase não aprende",
+                en=f"prodigy finds the rate by itself and expects learning_rate: 1.0; with {rate:g} it hardly learns",
+            )
+        )
+    if name != "prodigy" and rate >= 0.1:
+        notices.append(
+            t(
+                pt=f"taxa_aprendizado: {rate:g} é muito alta para {name}; o usual é de 1e-5 a 1e-2",
+                en=f"learning_rate: {rate:g} is very high for {name}; 1e-5 to 1e-2 is usual",
+            )
+        )
+    if name == "schedulefree_adamw" and settings.lr_scheduler != "constant":
+        notices.append(
+            t(
+                pt=f"schedulefree_adamw dispensa curva de taxa; agendador: {settings.lr_scheduler} soma-se a ele",
+                en=f"schedulefree_adamw needs no schedule; lr_scheduler: {settings.lr_scheduler} comes on top of it",
+            )
+        )
+    if name == "pagedadamw8bit" and device.type == "cpu":
+        notices.append(
+            t(pt="pagedadamw8bit na CPU é o mesmo que adamw8bit", en="pagedadamw8bit on the CPU is just adamw8bit")
+        )
+    return notices
+
+
+def probe(settings: TrainingConfig, device: torch.device) -> None:
+    """One real step, large enough for 8-bit state (4096 elements and up); raises ConfigError or MachineError."""
+    names = ("unet.probe.lora_A.weight", "unet.probe.lora_B.weight")
+    weights = {name: nn.Parameter(torch.full((64, 128), 0.01, device=device)) for name in names}
+    for weight in weights.values():
+        weight.grad = torch.linspace(-1, 1, weight.numel(), device=device).view_as(weight)
+    optimizer = build_optimizer(param_groups(weights, settings), settings)
+    name = resolve_name(settings)
+    try:
+        optimizer.step()
+        after = torch.stack([weight.detach() for weight in weights.values()]).cpu()
+    except Exception as error:  # unusable binaries fail here, each in its own way
+        raise _unusable(name, error) from error
+    if not torch.isfinite(after).all() or bool((after == 0.01).all()):
+        reason = t(pt="um passo de teste não deu pesos utilizáveis", en="a test step gave no usable weights")
+        raise _unusable(name, RuntimeError(reason))
+
+
+def set_training(optimizer: torch.optim.Optimizer, training: bool) -> None:
+    """Schedule-free optimizers hold one point to train at and another to use; the others hold one for both."""
+    switch = getattr(optimizer, "train" if training else "eval", None)
+    if switch is not None:
+        switch()
+
+
+@contextmanager
+def evaluation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The weights to validate, preview and export with; training weights come back bit for bit afterwards."""
+    if not hasattr(optimizer, "eval"):
+        yield
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = [p.detach().clone() for p in params]
+    set_training(optimizer, False)
+    try:
+        yield
+    finally:
+        set_training(optimizer, True)
+        with torch.no_grad():
+            for p, value in zip(params, kept, strict=True):
+                p.copy_(value)

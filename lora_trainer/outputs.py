@@ -1,0 +1,82 @@
+"""The files a run leaves for its user: adapters with their metadata, checked by the consumer's loader, and the plot."""
+
+from collections import Counter
+from pathlib import Path
+
+from torch import nn
+
+from .adapters import Adapter
+from .config.loading import Loaded
+from .data.dataset import Dataset
+from .errors import t
+from .export.metadata import RunFacts, describe
+from .export.verify import Verification, verify
+from .export.write import save_adapter
+from .families._base import Family
+from .plot import plot_metrics
+from .run_folder import RunFolder, keep_last
+
+
+class Outputs:
+    def __init__(
+        self, loaded: Loaded, folder: RunFolder, family: Family, adapter: Adapter, dataset: Dataset, day: str, total: int
+    ) -> None:
+        self.loaded, self.folder, self.family, self.adapter = loaded, folder, family, adapter
+        self.dataset, self.day, self.total = dataset, day, total
+        self.written: list[Path] = []
+
+    def save(self, step: int, *, intermediate: bool) -> list[Path]:
+        """Write every format asked for; intermediate files beyond `manter_ultimos` go."""
+        output, paths = self.loaded.config.output, []
+        metadata = describe(self.family, self.loaded.config, self._facts(step))
+        for format_ in output.formats:
+            path = self.folder.adapter(format_, step if intermediate else None)
+            paths.append(save_adapter(self.adapter, self.family, path, format_, output.precision, metadata))
+            keep_last(self.folder.intermediate(format_), output.keep_last)
+        self.written = paths
+        return paths
+
+    def finish(self, model: nn.ModuleDict, step: int) -> list[str]:
+        """Write the final files and prove each; the lines that "done" prints."""
+        lines = []
+        for path in self.save(step, intermediate=False):
+            lines.append(_line(verify(model, self.adapter, self.family, path, self.family.probe), step, self.total))
+        return lines
+
+    def _facts(self, step: int) -> RunFacts:
+        tags: dict[str, Counter[str]] = {}
+        buckets: Counter[tuple[int, int]] = Counter()
+        for item in self.dataset.training:
+            folder = item.name.rpartition("/")[0].rpartition("/")[2] or "."
+            words = (tag.strip() for text in item.caption.texts for tag in text.split(self.loaded.config.data.separator))
+            tags.setdefault(f"{item.repeats}_{folder}", Counter()).update(word for word in words if word)
+            if item.fit is not None:
+                buckets[item.fit.target] += 1
+        return RunFacts(
+            name=self.loaded.name, date=self.day, seed=int(self.loaded.config.system.seed or 0), step=step,
+            total_steps=self.total, epoch=self.loaded.config.training.epochs, num_images=len(self.dataset.training),
+            num_regularization_images=len(self.dataset.regularization), tag_frequency=tags, buckets=buckets,
+        )
+
+    def last_good(self) -> str:
+        """Where the last usable result is, for a run that diverged."""
+        files = [path for format_ in self.loaded.config.output.formats for path in self.folder.intermediate(format_)]
+        if files:
+            return t(pt=f"último arquivo bom: {files[-1]}", en=f"last good file: {files[-1]}")
+        states = sorted(self.folder.state.glob("passo-*"))
+        if states:
+            return t(pt=f"último estado bom: {states[-1]}", en=f"last good state: {states[-1]}")
+        return t(pt="nenhum arquivo tinha sido salvo ainda", en="no file had been saved yet")
+
+    def plot(self) -> None:
+        plot_metrics(self.folder.metrics, self.folder.path / "perda.png")
+
+
+def _line(checked: Verification, step: int, total: int) -> str:
+    note = f" ({checked.notice})" if checked.notice else ""
+    return t(
+        pt=f"pronto: {checked.path}: {step}/{total} passos, {checked.num_modules} módulos, relido por {checked.reader}: "
+        f"saída difere {checked.output_difference:.1e} da do treino e {checked.effect:.1e} da base{note}",
+        en=f"done: {checked.path}: {step}/{total} steps, {checked.num_modules} modules, reloaded by {checked.reader}: "
+        f"output differs {checked.output_difference:.1e} from the trainer's and {checked.effect:.1e} from the base's{note}",
+    )

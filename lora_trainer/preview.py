@@ -1,0 +1,161 @@
+"""Images drawn during training: the same prompts and noise, base beside adapter, in one labelled PNG.
+
+A preview never harms the run: it draws from its own random numbers, leaves the model in training mode, and whatever goes
+wrong is reported and forgotten. The base's pictures are drawn once. A measure (the demo's concept score) looks at such
+pictures before and after training.
+"""
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import nn
+
+from .adapters import Adapter
+from .config.schema import Config
+from .data.encode import Encoder
+from .errors import t
+from .families._base import Example, Family, Sampling
+from .memory._base import MemoryPlan
+from .progress import Metrics, Terminal
+from .run_folder import RunFolder
+
+MARGIN, LABEL_HEIGHT, SMALLEST_CELL = 12, 34, 192
+MEASURES = {"demo": "lora_trainer.demo.score"}
+"""`amostras.medida` -> module with PROMPTS, SAMPLING and concept_score(images)."""
+
+
+class Previews:
+    """Draws prompts with the model as it is. `plan` is set when the model is loaded."""
+
+    plan: MemoryPlan
+
+    def __init__(
+        self, family: Family, config: Config, encoder: Encoder, device: torch.device,
+        terminal: Terminal, metrics: Metrics,
+    ) -> None:
+        self.family, self.encoder, self.device = family, encoder, device
+        self.settings, self.terminal, self.metrics = config.samples, terminal, metrics
+        self.dtype = encoder.image_dtype
+        width, height = self.settings.resolution or config.data.resolution
+        self.sampling = Sampling((width, height), self.settings.steps, self.settings.guidance, self.settings.seed)
+        self.trains_text = config.model.train_text_encoder
+        self.base_images: list[Image.Image] = []
+        self.measure = _measure(self.settings.measure)
+        self.score_before: float | None = None
+
+    def captions(self) -> list[str]:
+        """Every text to encode ahead; the negative prompt is the last of each set."""
+        measured = self.measure.PROMPTS if self.measure else []
+        texts = [*self.settings.prompts, *measured]
+        return [*texts, self.settings.negative_prompt, ""] if texts else []
+
+    def draw(self, model: nn.ModuleDict, adapter: Adapter, step: int, folder: RunFolder) -> None:
+        """Save `amostras/passo-N.png`; a failure is told and training goes on."""
+        try:
+            if not self.base_images:
+                with adapter.disabled():
+                    self.base_images = self._pictures(model, self.settings.prompts, self.settings.negative_prompt, self.sampling)
+            images = self._pictures(model, self.settings.prompts, self.settings.negative_prompt, self.sampling)
+            path = folder.samples / f"passo-{step:06d}.png"
+            columns = ["base", t(pt=f"LoRA, passo {step}", en=f"LoRA, step {step}")]
+            make_grid(self.settings.prompts, columns, [self.base_images, images]).save(path)
+            self.metrics.event("preview", step=step, file=path.name)
+        except (RuntimeError, OSError, ValueError) as error:  # out of memory is a RuntimeError
+            self.terminal.warn(t(pt=f"amostra do passo {step} falhou: {error}", en=f"preview at step {step} failed: {error}"))
+            self.metrics.event("preview_failed", step=step, problem=f"{type(error).__name__}: {error}")
+        finally:
+            _release(self.device)
+
+    def measure_before(self, model: nn.ModuleDict, adapter: Adapter) -> None:
+        if self.measure:
+            with adapter.disabled():
+                self.score_before = self._score(model)
+
+    def measure_after(self, model: nn.ModuleDict) -> None:
+        if self.measure and self.score_before is not None:
+            after = self._score(model)
+            self.metrics.event("concept_score", before=self.score_before, after=after)
+            scores = f"{self.score_before:.2f} → {after:.2f}"
+            self.terminal.say(t(pt=f"nota do conceito, antes → depois: {scores}", en=f"concept score, before → after: {scores}"))
+
+    def _score(self, model: nn.ModuleDict) -> float:
+        assert self.measure is not None
+        return float(self.measure.concept_score(self._pictures(model, self.measure.PROMPTS, "", self.measure.SAMPLING)))
+
+    @torch.no_grad()
+    def _pictures(self, model: nn.ModuleDict, prompts: Sequence[str], negative: str, sampling: Sampling) -> list[Image.Image]:
+        with _evaluating(model):
+            with self.plan.step_context():
+                *positive, without = self._conditions(model, [*prompts, negative], sampling.size)
+                latents = self.family.sample(model, positive, without, sampling)
+            vae = self.family.load_vae(self.device, self.dtype)
+            return [to_image(self.family.decode_image(vae, one[None])[0]) for one in latents]
+
+    def _conditions(self, model: nn.ModuleDict, prompts: Sequence[str], size: tuple[int, int]) -> list[Example]:
+        """Encoded prompts: from the cache, or by the encoders in training."""
+        extra = self.family.preview_conditions(size)
+        if self.trains_text:
+            texts = [self.family.encode_text(model, [prompt])[0] for prompt in prompts]
+        else:
+            texts = [self.encoder.read_text(prompt) for prompt in prompts]
+        return [{**extra, **text} for text in texts]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _measure(name: str | None) -> Any:
+    if name is None:
+        return None
+    import importlib
+
+    return importlib.import_module(MEASURES[name])
+
+
+def to_image(pixels: torch.Tensor) -> Image.Image:
+    """(3, H, W) in [-1, 1] -> RGB picture."""
+    scaled = ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    return Image.fromarray(scaled.permute(1, 2, 0).cpu().numpy())
+
+
+def make_grid(rows: Sequence[str], columns: Sequence[str], images: Sequence[Sequence[Image.Image]]) -> Image.Image:
+    """A row a prompt, a column a model; small pictures are enlarged so that the labels stay readable."""
+    width, height = images[0][0].size
+    zoom = max(1, -(-SMALLEST_CELL // min(width, height)))
+    width, height = width * zoom, height * zoom
+    cell_height = height + LABEL_HEIGHT + MARGIN
+    sheet = Image.new("RGB", (MARGIN + len(columns) * (width + MARGIN), LABEL_HEIGHT + len(rows) * cell_height), "white")
+    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(15)
+    for column, title in enumerate(columns):
+        pen.text((MARGIN + column * (width + MARGIN), 10), title, "black", font)
+    for row, prompt in enumerate(rows):
+        top = LABEL_HEIGHT + row * cell_height
+        for column, drawn in enumerate(images):
+            picture = drawn[row].resize((width, height), Image.Resampling.BICUBIC)
+            sheet.paste(picture, (MARGIN + column * (width + MARGIN), top))
+        pen.text((MARGIN, top + height + 6), _fit(prompt, font, sheet.width - 2 * MARGIN), "black", font)
+    return sheet
+
+
+def _fit(text: str, font: Any, width: int) -> str:
+    text = " ".join(text.split()) or t(pt="(vazio)", en="(empty)")
+    while font.getlength(text) > width and len(text) > 4:
+        text = text[: max(3, len(text) - 8)].rstrip("… ") + "…"
+    return text

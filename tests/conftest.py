@@ -1,0 +1,20 @@
+"""One torch thread (15 times faster on a busy machine), no network, Portuguese messages."""
+
+import os
+
+os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", HF_HUB_OFFLINE="1", LORA_TRAINER_LANG="pt",
+                  TOKENIZERS_PARALLELISM="false", NO_COLOR="1")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _portuguese():
+    from lora_trainer import errors
+
+    errors.set_language("auto")
+    yield
+    errors.set_language("auto")

@@ -1,0 +1,140 @@
+"""The final oracle: what diffusers' own pipelines make of our files equals what the trainer computes (G01, G05)."""
+
+import pytest
+import torch
+from adapter_models import MODELS, forward, perturb, pipeline, sd15_model, trained
+from safetensors.torch import load_file, save_file
+
+from lora_trainer.adapters import inject
+from lora_trainer.config.schema import ModelConfig
+from lora_trainer.errors import DivergedError, MachineError
+from lora_trainer.export.verify import verify
+from lora_trainer.export.write import save_adapter
+
+CASES = {
+    "attention": {"lora_rank": 4, "lora_alpha": 8},
+    "alpha 1": {"lora_rank": 16, "lora_alpha": 1},
+    "everything": {"lora_rank": 4, "lora_alpha": 8, "lora_targets": "all", "train_text_encoder": True},
+    "conv rank": {"lora_rank": 8, "lora_alpha": 4, "conv_rank": 2, "conv_alpha": 3, "lora_targets": "all",
+                  "train_text_encoder": True},
+    "mostly convolutions": {"lora_rank": 4, "lora_alpha": 4, "conv_alpha": 1,
+                            "lora_targets": r"resnets.*conv\d|mid_block.*attn2\.to_"},
+    "rslora": {"lora_rank": 8, "lora_alpha": 4, "rslora": True, "conv_rank": 4, "lora_targets": "all"},
+}  # fmt: skip
+DORA = {"lora_rank": 4, "lora_alpha": 8, "dora": True, "lora_targets": "all", "train_text_encoder": True}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layout", ["kohya", "diffusers"])
+@pytest.mark.parametrize("name", MODELS)
+def test_pipeline_loads_what_was_trained(name, layout, case, tmp_path):
+    model, adapter, family = trained(name, **CASES[case])
+    path = save_adapter(adapter, family, tmp_path / "x.safetensors", layout, "fp32", family.metadata())
+    with torch.no_grad():
+        ours = forward(model)
+        fresh = MODELS[name][0]()
+        base = forward(fresh)
+        pipeline(name, fresh).load_lora_weights(str(path))
+        theirs = forward(fresh)
+    scale = ours.abs().max()
+    assert (ours - base).abs().max() / scale > 0.003
+    assert (ours - theirs).abs().max() / scale < 1e-4
+
+
+def test_dora_in_the_diffusers_layout(tmp_path):
+    model, adapter, family = trained("sdxl", **DORA)
+    path = save_adapter(adapter, family, tmp_path / "x.safetensors", "diffusers", "fp32", {})
+    with torch.no_grad():
+        ours = forward(model)
+        fresh = MODELS["sdxl"][0]()
+        pipeline("sdxl", fresh).load_lora_weights(str(path))
+        assert (ours - forward(fresh)).abs().max() / ours.abs().max() < 1e-4
+
+
+VERIFIED = [(name, case, "fp32") for name in MODELS for case in [*CASES, "dora"]]
+VERIFIED += [("sd15", case, "fp16") for case in ("attention", "conv rank", "dora")] + [("sdxl", "everything", "bf16")]
+
+
+@pytest.mark.parametrize(("name", "case", "precision"), VERIFIED)
+def test_verify(name, case, precision, tmp_path):
+    model, adapter, family = trained(name, **CASES.get(case, DORA))
+    with torch.no_grad():
+        before = forward(model)
+    state, noise = adapter.state_dict(), torch.random.get_rng_state()
+    modes = [module.training for module in model.modules()]
+    for layout in ("kohya", "diffusers"):
+        path = save_adapter(adapter, family, tmp_path / f"{layout}.safetensors", layout, precision, {})
+        found = verify(model, adapter, family, path, forward)
+        assert found.num_modules == adapter.num_modules
+        assert found.effect > 0.003
+        assert ("ignora o DoRA" in found.notice) == (case == "dora" and layout == "kohya")
+    assert torch.equal(torch.random.get_rng_state(), noise)
+    assert modes == [module.training for module in model.modules()]
+    assert all(torch.equal(value, state[key]) for key, value in adapter.state_dict().items())
+    assert {id(p) for p in model.parameters() if p.requires_grad} == {id(p) for p in adapter.named_parameters().values()}
+    with torch.no_grad():
+        assert torch.equal(forward(model), before)
+
+
+def test_verify_on_a_half_precision_base(tmp_path):
+    model, family = sd15_model().to(torch.bfloat16), MODELS["sd15"][1]
+    adapter = inject(model, family, ModelConfig(lora_rank=4, lora_alpha=8, lora_targets="all"), 0)
+    perturb(adapter)
+    path = save_adapter(adapter, family, tmp_path / "x.safetensors", "diffusers", "fp32", {})
+    found = verify(model, adapter, family, path, lambda m: forward(m, torch.bfloat16))
+    assert found.output_difference < 0.05 < found.effect
+    assert all(p.dtype == torch.float32 for p in adapter.named_parameters().values())
+
+
+def test_verify_of_an_untrained_adapter_says_it_has_no_effect(tmp_path):
+    model, family = sd15_model(), MODELS["sd15"][1]
+    adapter = inject(model, family, ModelConfig(lora_rank=2), 0)
+    path = save_adapter(adapter, family, tmp_path / "x.safetensors", "kohya", "fp16", {})
+    found = verify(model, adapter, family, path, forward)
+    assert found.effect == 0
+    assert "não muda" in found.notice
+
+
+@pytest.mark.parametrize("damage", ["alpha", "up", "missing", "renamed"])
+def test_verify_refuses_a_file_that_is_not_the_adapter(damage, tmp_path):
+    model, adapter, family = trained("sd15", lora_rank=4, lora_alpha=8)
+    path = save_adapter(adapter, family, tmp_path / "x.safetensors", "kohya", "fp32", {})
+    tensors = load_file(path)
+    name = next(key for key in tensors if key.endswith(".alpha")).removesuffix(".alpha")
+    if damage == "alpha":
+        tensors[f"{name}.alpha"] = torch.tensor(4.0)
+    elif damage == "up":
+        tensors[f"{name}.lora_up.weight"][0] += 0.01
+    elif damage == "missing":
+        tensors = {key: value for key, value in tensors.items() if not key.startswith(f"{name}.")}
+    else:
+        tensors = {key.replace("lora_unet_", "lora_te_"): value for key, value in tensors.items()}
+    save_file(tensors, path)
+    before = adapter.state_dict()
+    with pytest.raises(MachineError, match="não é o LoRA treinado"):
+        verify(model, adapter, family, path, forward)
+    assert all(torch.equal(value, before[key]) for key, value in adapter.state_dict().items())
+
+
+def test_verify_refuses_nan_in_the_file(tmp_path):
+    model, adapter, family = trained("sd15", lora_rank=2)
+    path = save_adapter(adapter, family, tmp_path / "x.safetensors", "diffusers", "fp32", {})
+    tensors = load_file(path)
+    next(iter(tensors.values()))[0] = float("nan")
+    save_file(tensors, path)
+    with pytest.raises(DivergedError, match="NaN"):
+        verify(model, adapter, family, path, forward)
+
+
+def test_training_goes_on_after_verify(tmp_path):
+    """The optimizer's parameters are still those of the model."""
+    model, adapter, family = trained("sd15", lora_rank=2, train_text_encoder=True)
+    optimizer = torch.optim.SGD(adapter.named_parameters().values(), lr=1.0)
+    path = save_adapter(adapter, family, tmp_path / "x.safetensors", "kohya", "fp16", {})
+    verify(model, adapter, family, path, forward)
+    before = adapter.state_dict()
+    forward(model).square().mean().backward()
+    optimizer.step()
+    after = adapter.state_dict()
+    moved = [key for key in before if not torch.equal(before[key], after[key])]
+    assert {key.partition(".")[0] for key in moved} == {"unet", "text_encoder"}
