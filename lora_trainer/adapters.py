@@ -83,10 +83,15 @@ class Adapter:
         wrong += [k for k in sorted(state.keys() & parameters.keys()) if state[k].shape != parameters[k].shape]
         if wrong:
             raise SourceError(
-                t(pt=f"o estado salvo é de outro LoRA: {len(wrong)} tensores não combinam ({wrong[0]}, …)",
-                  en=f"the saved state is of another LoRA: {len(wrong)} tensors do not match ({wrong[0]}, …)"),
-                t(pt="retome com o mesmo rank e os mesmos alvos, ou comece um treino novo",
-                  en="resume with the same rank and targets, or start a new training"))
+                t(
+                    pt=f"o estado salvo é de outro LoRA: {len(wrong)} tensores não combinam ({wrong[0]}, …)",
+                    en=f"the saved state is of another LoRA: {len(wrong)} tensors do not match ({wrong[0]}, …)",
+                ),
+                t(
+                    pt="retome com o mesmo rank e os mesmos alvos, ou comece um treino novo",
+                    en="resume with the same rank and targets, or start a new training",
+                ),
+            )
         for key, parameter in parameters.items():
             parameter.copy_(state[key])
 
@@ -111,8 +116,11 @@ class Adapter:
         for path in self.layers:
             magnitude = state.get(f"{path}.lora_magnitude_vector")
             lora[path] = LoraModule(
-                state[f"{path}.lora_A.weight"], state[f"{path}.lora_B.weight"], scalings[path],
-                None if magnitude is None else magnitude.flatten())
+                state[f"{path}.lora_A.weight"],
+                state[f"{path}.lora_B.weight"],
+                scalings[path],
+                None if magnitude is None else magnitude.flatten(),
+            )
         return lora
 
     def state_of(self, lora: Lora) -> dict[str, Tensor]:
@@ -134,12 +142,16 @@ class Adapter:
             known = t(pt=f"; o arquivo diz ser de `{origin}`", en=f"; the file is for `{origin}`") if origin else ""
             raise SourceError(
                 t(pt="o LoRA inicial não combina com este treino", en="the initial LoRA does not fit this training")
-                + known + "".join(f"\n  - {line}" for line in lines),
-                t(pt="iguale ao arquivo classificacao_lora, classificacao_conv, alvos_lora, dora e "
-                     "treinar_codificador_texto, ou use outro lora_inicial",
-                  en="make lora_rank, conv_rank, lora_targets, dora and train_text_encoder equal to the file's, "
-                     "or use another initial_lora"),
-                str(path))
+                + known
+                + "".join(f"\n  - {line}" for line in lines),
+                t(
+                    pt="iguale ao arquivo classificacao_lora, classificacao_conv, alvos_lora, dora e "
+                    "treinar_codificador_texto, ou use outro lora_inicial",
+                    en="make lora_rank, conv_rank, lora_targets, dora and train_text_encoder equal to the file's, "
+                    "or use another initial_lora",
+                ),
+                str(path),
+            )
         self.load_state_dict(self.state_of(file.lora))
 
 
@@ -186,24 +198,32 @@ def _user_pattern(text: str, family: "Family") -> re.Pattern[str]:
     except re.error as error:
         presets = ", ".join(family.lora_targets)
         raise ConfigError(
-            t(pt=f"`{text}` não é um dos conjuntos de camadas nem uma expressão regular válida ({error})",
-              en=f"`{text}` is neither a set of layers nor a valid regular expression ({error})"),
-            t(pt=f"use um destes: {presets}; ou uma expressão como `attn2.*to_[qkv]$`",
-              en=f"use one of: {presets}; or an expression such as `attn2.*to_[qkv]$`"),
-            "modelo.alvos_lora") from error
+            t(
+                pt=f"`{text}` não é um dos conjuntos de camadas nem uma expressão regular válida ({error})",
+                en=f"`{text}` is neither a set of layers nor a valid regular expression ({error})",
+            ),
+            t(
+                pt=f"use um destes: {presets}; ou uma expressão como `attn2.*to_[qkv]$`",
+                en=f"use one of: {presets}; or an expression such as `attn2.*to_[qkv]$`",
+            ),
+            "modelo.alvos_lora",
+        ) from error
 
 
 def _no_match(text: str, names: list[str], family: "Family") -> ConfigError:
     kinds = sorted({re.sub(r"\d+", "N", name) for name in names})
     plain = re.sub(r"[\\^$.*+?()\[\]{}|]+", ".", text).strip(".")
-    near = sorted(kinds, key=lambda kind: -difflib.SequenceMatcher(None, plain, kind[-len(plain):]).ratio())[:5]
+    near = sorted(kinds, key=lambda kind: -difflib.SequenceMatcher(None, plain, kind[-len(plain) :]).ratio())[:5]
     listed = "".join(f"\n    {kind}" for kind in near)
     presets = ", ".join(family.lora_targets)
     return ConfigError(
         t(pt=f"nenhuma camada do modelo combina com `{text}`", en=f"no layer of the model matches `{text}`"),
-        t(pt=f"conjuntos prontos: {presets}. Camadas parecidas (N = número):{listed}",
-          en=f"ready sets: {presets}. Similar layers (N = a number):{listed}"),
-        "modelo.alvos_lora")
+        t(
+            pt=f"conjuntos prontos: {presets}. Camadas parecidas (N = número):{listed}",
+            en=f"ready sets: {presets}. Similar layers (N = a number):{listed}",
+        ),
+        "modelo.alvos_lora",
+    )
 
 
 def _peft_config(model: nn.ModuleDict, paths: list[str], settings: ModelConfig) -> LoraConfig:
@@ -215,10 +235,15 @@ def _peft_config(model: nn.ModuleDict, paths: list[str], settings: ModelConfig) 
     conv_alpha = alpha * same_strength if settings.conv_alpha is None else settings.conv_alpha
     convs = [re.escape(path) for path in paths if _is_wide_conv(modules[path])]
     return LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules=paths, lora_dropout=settings.lora_dropout,
-        use_rslora=settings.rslora, use_dora=settings.dora,
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=paths,
+        lora_dropout=settings.lora_dropout,
+        use_rslora=settings.rslora,
+        use_dora=settings.dora,
         rank_pattern=dict.fromkeys(convs, conv_rank) if conv_rank != rank else {},
-        alpha_pattern=dict.fromkeys(convs, conv_alpha) if conv_alpha != alpha else {})
+        alpha_pattern=dict.fromkeys(convs, conv_alpha) if conv_alpha != alpha else {},
+    )
 
 
 def _is_wide_conv(module: nn.Module) -> bool:

@@ -39,13 +39,11 @@ def _load(arguments: argparse.Namespace) -> "Loaded":
     overrides = [*arguments.settings]
     if arguments.language:
         overrides.append(f"sistema.idioma={arguments.language}")
-    loaded = load(Path(arguments.config), overrides)
-    for notice in loaded.notices:
-        print(f"{t(pt='aviso', en='notice')}: {notice}", file=sys.stderr)
-    return loaded
+    return load(Path(arguments.config), overrides)
 
 
 def _train(arguments: argparse.Namespace) -> None:
+    """Loaded.notices are told by `run.train`, which also writes them to the log."""
     from .config.paths import prepare_output
 
     loaded = _load(arguments)
@@ -149,23 +147,21 @@ def _parser() -> _Parser:
     )
     parser._positionals.title = t(pt="argumentos", en="arguments")
     parser._optionals.title = t(pt="opções", en="options")
-    parser.add_argument(
-        "settings", nargs="*", metavar=setting,
-        help=t(pt="muda uma opção: treino.epocas=3", en="changes an option: training.epochs=3"),
-    )  # fmt: skip
-    flag = parser.add_argument
-    flag("--config", metavar="F", help=t(pt="arquivo YAML da configuração", en="YAML config file"))
-    flag("--retomar", "--resume", dest="resume", action="store_true",
-         help=t(pt="continua do último estado salvo", en="go on from the last saved state"))  # fmt: skip
-    flag("--recomecar", "--restart", dest="restart", action="store_true",
-         help=t(pt="começa do zero, mesmo que haja estado salvo", en="start over, even if a state is saved"))  # fmt: skip
-    flag("--depurar", "--debug", dest="debug", action="store_true",
-         help=t(pt="mostra o rastro completo dos erros", en="show full tracebacks"))  # fmt: skip
-    flag("--idioma", "--lang", dest="language", choices=("pt", "en"),
-         help=t(pt="idioma das mensagens", en="language of the messages"))  # fmt: skip
-    flag("--versao", "--version", action="version", version=f"lora-trainer {__version__}",
-         help=t(pt="mostra a versão", en="show the version"))  # fmt: skip
-    flag("--ajuda", "--help", "-h", action="help", help=t(pt="mostra esta ajuda", en="show this help"))
+    text = t(pt="muda uma opção: treino.epocas=3", en="changes an option: training.epochs=3")
+    parser.add_argument("settings", nargs="*", metavar=setting, help=text)
+    parser.add_argument("--config", metavar="F", help=t(pt="arquivo YAML da configuração", en="YAML config file"))
+    for flags, name, text in (
+        (("--retomar", "--resume"), "resume", t(pt="continua do último estado salvo", en="go on from the saved state")),
+        (("--recomecar", "--restart"), "restart", t(pt="começa do zero, mesmo com estado salvo", en="start over")),
+        (("--depurar", "--debug"), "debug", t(pt="mostra o rastro completo dos erros", en="show full tracebacks")),
+    ):
+        parser.add_argument(*flags, dest=name, action="store_true", help=text)
+    text = t(pt="idioma das mensagens", en="language of the messages")
+    parser.add_argument("--idioma", "--lang", dest="language", choices=("pt", "en"), help=text)
+    text = t(pt="mostra a versão", en="show the version")
+    parser.add_argument("--versao", "--version", action="version", version=f"lora-trainer {__version__}", help=text)
+    text = t(pt="mostra esta ajuda", en="show this help")
+    parser.add_argument("--ajuda", "--help", "-h", action="help", help=text)
     return parser
 
 

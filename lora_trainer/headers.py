@@ -1,7 +1,7 @@
 """What a weights file says about itself, read from its first kilobytes: no torch, no weights, nothing executed.
 
-A .safetensors file is 8 bytes of little-endian length, that many bytes of JSON, then the tensors. The JSON is parsed here
-by hand, so that each way in which a download can be broken gets a message of its own, in milliseconds.
+A .safetensors file is 8 bytes of little-endian length, that many bytes of JSON, then the tensors. The JSON is parsed
+here by hand, so that each way in which a download can be broken gets a message of its own, in milliseconds.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""What a file or folder is, told from the names and shapes of its tensors. Used to choose a family and to name mistakes.
+"""What a file or folder is, told from the names and shapes of its tensors. Used to choose a family and to name
+mistakes.
 
 A kind is claimed only on evidence that no other kind has; whatever is left is "unknown", never a default family.
 """
@@ -151,11 +152,10 @@ _LATE: tuple[tuple[Kind, Test], ...] = (
     (Kind.DIT, _has("transformer_blocks.0.attn", "blocks.0.self_attn.", "blocks.0.cross_attn.", "noise_refiner.0.",
                     "double_layers.0.", "caption_projection.", "x_embedder.", "patch_embed.")),
     (Kind.UNET, _has("down_blocks.0.resnets.0.time_emb_proj.")),
-    (Kind.VAE, lambda names, _: _has("decoder.conv_in.weight")(names, {}) and _has("encoder.conv_in.weight")(names, {})),
-    (Kind.T5, _has("encoder.block.0.layer.0.SelfAttention.")),
-    (Kind.CLIP, _has("embeddings.token_embedding.weight", "transformer.resblocks.0.attn.in_proj_weight")),
-    (Kind.LANGUAGE_MODEL, _has("layers.0.self_attn.q_proj.", "layers.0.self_attn.qkv_proj.", "h.0.attn.c_attn.")),
-)  # fmt: skip
+    (Kind.VAE, lambda names, _: _has("decoder.conv_in.weight")(names, {}) and _has("encoder.conv_in.weight")(names,
+    {})), (Kind.T5, _has("encoder.block.0.layer.0.SelfAttention.")), (Kind.CLIP,
+    _has("embeddings.token_embedding.weight", "transformer.resblocks.0.attn.in_proj_weight")), (Kind.LANGUAGE_MODEL,
+    _has("layers.0.self_attn.q_proj.", "layers.0.self_attn.qkv_proj.", "h.0.attn.c_attn.")), )  # fmt: skip
 
 
 def classify(header: Header) -> Kind:

@@ -1,7 +1,8 @@
 """Where a model comes from: a file, a diffusers folder or a Hugging Face id, opened without reading a weight.
 
-`open_source` tells what is wrong with a path or file before anything is loaded. A path that exists is never looked up on
-the network; an id is taken from the local cache when it is there whole. Left out: revisions, gated-model login prompts.
+`open_source` tells what is wrong with a path or file before anything is loaded. A path that exists is never looked up
+on the network; an id is taken from the local cache when it is there whole. Left out: revisions, gated-model login
+prompts.
 """
 
 import difflib
@@ -32,7 +33,7 @@ _CONFIG_FILES = {
 
 @dataclass(frozen=True)
 class Source:
-    """`kind` "file": `header` and `metadata` are those of one .safetensors. "folder": `config` and `weight_files` apply."""
+    """A "file" has the `header` and `metadata` of one .safetensors; of a "folder", use `config` and `weight_files`."""
 
     path: Path
     kind: Literal["file", "folder"]
@@ -43,7 +44,7 @@ class Source:
     hub_id: str | None = None
 
     def config(self, sub: str) -> dict[str, Any] | None:
-        """A component's config of a folder: "unet", "vae", "scheduler", "model_index", "" for the root's; None if absent."""
+        """A config of a folder, None if absent: "unet", "vae", "scheduler", "model_index", "" for the root's."""
         if self.kind == "file":
             return None
         return _read_json(self.path / _CONFIG_FILES.get(sub, f"{sub}/config.json"), self.what)
@@ -218,9 +219,11 @@ def _open_hub(hub_id: str, what: str) -> Source:
                 en=f"{hub_id}: is not on this computer and could not be downloaded ({cause})",
             ),
             t(
-                pt="se é uma pasta ou arquivo seu, confira o caminho; se é um id do Hugging Face, confira o nome, a internet "
+                pt="se é uma pasta ou arquivo seu, confira o caminho; se é um id do Hugging Face, confira o nome, a "
+                "internet "
                 "e, em modelos restritos, rode `hf auth login`",
-                en="if it is your own folder or file, check the path; if it is a Hugging Face id, check its name, the network "
+                en="if it is your own folder or file, check the path; if it is a Hugging Face id, check its name, the "
+                "network "
                 "and, for gated models, run `hf auth login`",
             ),
             what,

@@ -66,9 +66,9 @@ def _range(option: Option) -> str:
         parts.append(t(pt=f"entre {limits['ge']} e {limits['le']}", en=f"between {limits['ge']} and {limits['le']}"))
     else:
         words = {
-            "ge": t(pt="no mínimo {}", en="at least {}"),
+            "ge": t(pt="de no mínimo {}", en="at least {}"),
             "gt": t(pt="maior que {}", en="greater than {}"),
-            "le": t(pt="no máximo {}", en="at most {}"),
+            "le": t(pt="de no máximo {}", en="at most {}"),
             "lt": t(pt="menor que {}", en="less than {}"),
         }
         parts += [text.format(limits[limit]) for limit, text in words.items() if limit in limits]
@@ -80,7 +80,7 @@ def _range(option: Option) -> str:
 def _hint(code: str, value: Any, option: Option, lang: str) -> str:
     if option.kind == "choice" and isinstance(value, str):
         spelled = {*option.allowed_words(lang), *(str(choice) for choice in option.choices)}
-        near = names.nearest(value, spelled, 0.6)
+        near = names.nearest(value, spelled, 0.5)
         return t(pt=f"você quis dizer `{near}`?", en=f"did you mean `{near}`?") if near else _doc(option, lang)
     return _doc(option, lang)
 
@@ -112,8 +112,8 @@ def _length(name: str, context: Mapping[str, Any]) -> str:
     low, high, got = context.get("min_length"), context.get("max_length"), context.get("actual_length")
     wanted = t(pt=f"pelo menos {low}", en=f"at least {low}") if low else t(pt=f"no máximo {high}", en=f"at most {high}")
     return t(
-        pt=f"{name}: esperava {wanted} itens na lista, vieram {got}",
-        en=f"{name}: expected {wanted} items in the list, got {got}",
+        pt=f"{name}: esperava {wanted} itens na lista, mas há {got}",
+        en=f"{name}: expected {wanted} items in the list, but there are {got}",
     )
 
 

@@ -81,14 +81,6 @@ def without_effect(facts: Facts) -> list[str]:
             en=f"`{entry.written}` has no effect without `{other}`",
         )
         notices.append(f"{entry.where.origin()}: {effect}")
-    training = facts.config.training
-    if training.max_steps is not None and training.lr_warmup >= max(1, training.max_steps):
-        notices.append(
-            t(
-                pt="o aquecimento dura o treino inteiro: a taxa de aprendizado só chega ao valor pedido no fim",
-                en="the warm-up lasts the whole training: the learning rate reaches its value only at the end",
-            )
-        )
     return notices
 
 

@@ -187,7 +187,7 @@ def _written_as_yaml(node: yaml.Node | None, option: Option) -> bool:
     """True for quoted text, null, and a list where one is wanted."""
     if isinstance(node, yaml.ScalarNode):
         return node.style is not None or is_null(node)
-    return isinstance(node, yaml.SequenceNode) and option.many
+    return isinstance(node, yaml.SequenceNode) and option.many and bool(node.flow_style)
 
 
 def _section_list() -> str:

@@ -106,7 +106,7 @@ def _explain(error: yaml.MarkedYAMLError, source: Source) -> Problem:
                 pt="recuo que não combina com o das linhas vizinhas",
                 en="indentation that does not match its neighbours",
             ),
-            where,
+            Where(source, line, len(text) - len(text.lstrip())),
             t(
                 pt="chaves da mesma seção começam na mesma coluna, com espaços",
                 en="keys of one section start at the same column, with spaces",
@@ -209,7 +209,17 @@ def _bracket(case: _Case) -> Problem | None:
     mark = case.error.context_mark
     if mark is None or not re.search(r"flow (sequence|mapping)", case.error.context or ""):
         return None
-    opening = case.source.lines[mark.line][mark.column : mark.column + 1] if mark.line < len(case.source.lines) else "["
+    line = case.source.lines[mark.line] if mark.line < len(case.source.lines) else ""
+    opening = line[mark.column : mark.column + 1] or "["
+    if "${" in line:
+        # The `{` of a reference opens a mapping of its own there.
+        column = line.index("${")
+        message = t(pt=f"`${{…}}` dentro de `{opening}`", en=f"`${{…}}` inside `{opening}`")
+        return Problem(
+            message,
+            Where(case.source, mark.line, column, line.find("}", column) + 1),
+            t(pt="ponha a referência entre aspas: '${secao.chave}'", en="quote the reference: '${section.key}'"),
+        )
     return Problem(
         t(
             pt=f"`{opening}` aberto e não fechado, ou fechado no lugar errado",

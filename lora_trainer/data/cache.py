@@ -64,6 +64,8 @@ class Cache:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         except OSError as error:
+            if self.has(key):  # Windows lets nobody replace an entry that the other run is reading
+                return
             raise DataError(
                 t(pt=f"não consigo gravar no cache: {error}", en=f"cannot write to the cache: {error}"),
                 hint=t(

@@ -62,7 +62,10 @@ def build(
     progress: Progress = no_progress,
 ) -> Dataset:
     """Scan the config's folders; `exclude`: folders of ours that may lie inside them. Raises all problems at once."""
-    assert config.data_dir is not None, "the config checks dados.diretorio_dados"
+    if config.data_dir is None:
+        raise ConfigError(
+            t(pt="falta dados.diretorio_dados: a pasta das imagens", en="data.data_dir is missing: the image folder")
+        )
     background_colour(config.background)
     notes = Notes()
     rule = bucket_rule(config, side_multiple, notes)

@@ -78,7 +78,8 @@ class Encoder:
     @cached_property
     def _image_part(self) -> tuple[object, ...]:
         background = background_colour(self.config.background)
-        return _VERSION, self.family.image_fingerprint(), str(self.image_dtype), background, self.config.mask
+        dtype = str(self.family.vae_dtype(self.image_dtype))
+        return _VERSION, self.family.image_fingerprint(), dtype, background, self.config.mask
 
     @cached_property
     def _text_part(self) -> tuple[object, ...]:

@@ -10,8 +10,10 @@ import contextlib
 import functools
 import hashlib
 import io
+import math
 import threading
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,23 +70,23 @@ def background_colour(name: str) -> tuple[int, int, int]:
 
 def inspect(path: Path, max_pixels: int) -> ImageFacts:
     """Decode the whole file once; raises BadImage."""
-    data = _read(path)
-    image = _open(data)
-    width, height = image.size
-    if width * height > max_pixels:
-        raise BadImage(too_large(width * height, max_pixels))
-    jpeg = image.format in ("JPEG", "MPO")
-    if jpeg:
-        image.draft(image.mode, (1, 1))
-    with _one_large if width * height > _LARGE_PIXELS and not jpeg else contextlib.nullcontext():
-        _decode(image)
-    orientation, broken_exif = _orientation(image)
-    notes = {
-        "animated": getattr(image, "is_animated", False) and image.format != "MPO",
-        "alpha": image.has_transparency_data,
-        "broken_exif": broken_exif,
-        "broken_profile": bool(_profile(image)) and _to_srgb(_profile(image), _colour_mode(image)) is None,
-    }
+    with _opened(path) as (data, image):
+        width, height = image.size
+        if width * height > max_pixels:
+            raise BadImage(too_large(width * height, max_pixels))
+        jpeg = image.format in ("JPEG", "MPO")
+        if jpeg:
+            image.draft(image.mode, (1, 1))
+        with _one_large if width * height > _LARGE_PIXELS and not jpeg else contextlib.nullcontext():
+            _decode(image)
+            orientation, broken_exif = _orientation(image)
+            notes = {
+                "animated": getattr(image, "is_animated", False) and image.format != "MPO",
+                "alpha": image.has_transparency_data,
+                "broken_exif": broken_exif,
+                "broken_profile": bool(_profile(image)) and _to_srgb(_profile(image), _colour_mode(image)) is None,
+            }
+            image.close()  # before the next worker may hold a large one
     size = (height, width) if orientation >= 5 else (width, height)
     return ImageFacts(hashlib.sha256(data).hexdigest(), size, frozenset(k for k, holds in notes.items() if holds))
 
@@ -103,17 +105,17 @@ def load(
 
     Returns (RGB over the background, alpha as L or None).
     """
-    image = _open(_read(path))
-    if image.format in ("JPEG", "MPO"):  # decode at twice the wanted size, if that is below the full one
-        sides = (fit.resized[1], fit.resized[0]) if _orientation(image)[0] >= 5 else fit.resized
-        image.draft(image.mode, (2 * sides[0], 2 * sides[1]))
-    _decode(image)
-    orientation, _ = _orientation(image)
-    rgb, alpha = _flatten(image, background)
-    if orientation in _UPRIGHT:
-        rgb = rgb.transpose(_UPRIGHT[orientation])
-        alpha = alpha.transpose(_UPRIGHT[orientation]) if alpha is not None else None
-    return resized(rgb, fit.target, box), resized(alpha, fit.target, box) if alpha is not None else None
+    with _opened(path) as (_, image):
+        if image.format in ("JPEG", "MPO"):  # decode at twice the wanted size, if that is below the full one
+            sides = (fit.resized[1], fit.resized[0]) if _orientation(image)[0] >= 5 else fit.resized
+            image.draft(image.mode, (2 * sides[0], 2 * sides[1]))
+        _decode(image)
+        orientation, _ = _orientation(image)
+        rgb, alpha = _flatten(_shrunk(image, fit.resized), background)
+        if orientation in _UPRIGHT:
+            rgb = rgb.transpose(_UPRIGHT[orientation])
+            alpha = alpha.transpose(_UPRIGHT[orientation]) if alpha is not None else None
+        return resized(rgb, fit.target, box), resized(alpha, fit.target, box) if alpha is not None else None
 
 
 def resized(image: Image.Image, size: tuple[int, int], box: tuple[float, float, float, float]) -> Image.Image:
@@ -124,13 +126,24 @@ def resized(image: Image.Image, size: tuple[int, int], box: tuple[float, float, 
 
 def load_grey(path: Path, size: tuple[int, int], box: tuple[float, float, float, float]) -> Image.Image:
     """A mask file, upright, as L."""
-    image = _open(_read(path))
-    _decode(image)
-    orientation, _ = _orientation(image)
-    grey = _flatten(image, (0, 0, 0))[0].convert("L")
-    if orientation in _UPRIGHT:
-        grey = grey.transpose(_UPRIGHT[orientation])
-    return resized(grey, size, box)
+    with _opened(path) as (_, image):
+        _decode(image)
+        orientation, _ = _orientation(image)
+        grey = _flatten(image, (0, 0, 0))[0].convert("L")
+        if orientation in _UPRIGHT:
+            grey = grey.transpose(_UPRIGHT[orientation])
+        return resized(grey, size, box)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[bytes, Image.Image]]:
+    """The file's bytes and its picture, not yet decoded; its pixels are freed at the end, whatever still refers to it."""
+    data = _read(path)
+    image = _open(data)
+    try:
+        yield data, image
+    finally:
+        image.close()
 
 
 def _read(path: Path) -> bytes:
@@ -141,7 +154,7 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         raise BadImage(t(pt=f"não pôde ser lida ({error.strerror})", en=f"cannot be read ({error.strerror})")) from None
     start = data[:64].lstrip().lower()
-    if not data.strip(b"\0"):
+    if data.count(0) == len(data):
         raise BadImage(t(pt="arquivo vazio ou só com zeros", en="empty file, or only zeros"))
     if start.startswith((b"<!doctype", b"<html")):
         raise BadImage(t(pt="é uma página web, não uma imagem", en="a web page, not an image"))
@@ -193,6 +206,12 @@ def _orientation(image: Image.Image) -> tuple[int, bool]:
     return (value, False) if value in range(1, 9) else (1, False)
 
 
+def _shrunk(image: Image.Image, wanted: tuple[int, int]) -> Image.Image:
+    """A much too large picture by a whole factor, to at least twice `wanted`: the copies to come are then small."""
+    factor = int(math.sqrt(image.width * image.height / (wanted[0] * wanted[1]))) // 2
+    return image.reduce(factor) if factor > 1 and image.mode in ("L", "RGB", "RGBA", "CMYK") else image
+
+
 def _profile(image: Image.Image) -> bytes:
     return image.info.get("icc_profile") or b""
 
@@ -223,7 +242,8 @@ def _flatten(image: Image.Image, background: tuple[int, int, int]) -> tuple[Imag
         image = image.convert("RGBA")
         alpha = image.getchannel("A")
     transform = _to_srgb(profile, mode) if profile else None
-    rgb = image.convert(mode if transform else "RGB")
+    wanted = mode if transform else "RGB"
+    rgb = image if image.mode == wanted else image.convert(wanted)
     if transform:
         rgb = ImageCms.applyTransform(rgb, transform) or rgb
     if alpha is not None:

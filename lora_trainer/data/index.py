@@ -31,14 +31,8 @@ class FileIndex:
                 path.unlink()
                 self._connection = _connect(path)
         except (OSError, sqlite3.Error) as error:
-            raise DataError(
-                t(
-                    pt=f"não consigo usar a pasta de cache {cache_dir}: {error}",
-                    en=f"cannot use the cache folder {cache_dir}: {error}",
-                ),
-                hint=t(pt="escolha outra em dados.diretorio_cache", en="choose another in data.cache_dir"),
-                where="dados.diretorio_cache",
-            ) from error
+            raise _unusable(cache_dir, error) from error
+        self._folder = cache_dir
 
     def get(self, path: str, size: int, mtime_ns: int) -> ImageFacts | None:
         query = f"SELECT content, width, height, notes FROM {_TABLE} WHERE path = ? AND size = ? AND mtime_ns = ?"
@@ -47,11 +41,25 @@ class FileIndex:
 
     def put(self, rows: Iterable[Row]) -> None:
         values = [(p, s, m, f.content, *f.size, ",".join(sorted(f.notes))) for p, s, m, f in rows]
-        with self._connection:
-            self._connection.executemany(f"INSERT OR REPLACE INTO {_TABLE} VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+        try:
+            with self._connection:
+                self._connection.executemany(f"INSERT OR REPLACE INTO {_TABLE} VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+        except sqlite3.Error as error:
+            raise _unusable(self._folder, error) from error
 
     def close(self) -> None:
         self._connection.close()
+
+
+def _unusable(folder: Path, error: Exception) -> DataError:
+    return DataError(
+        t(
+            pt=f"não consigo usar a pasta de cache {folder}: {error}",
+            en=f"cannot use the cache folder {folder}: {error}",
+        ),
+        hint=t(pt="escolha outra em dados.diretorio_cache", en="choose another in data.cache_dir"),
+        where="dados.diretorio_cache",
+    )
 
 
 def _connect(path: Path) -> sqlite3.Connection:

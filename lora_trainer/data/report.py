@@ -42,8 +42,10 @@ def _set_lines(dataset: Dataset) -> list[str]:
         images, draws = len(dataset.regularization), sum(item.repeats for item in dataset.regularization)
         lines.append(
             t(
-                pt=f"regularização: {images} imagens, {draws} vezes por época (peso {dataset.config.prior_weight:g})",
-                en=f"regularization: {images} images, {draws} times per epoch (weight {dataset.config.prior_weight:g})",
+                pt=f"regularização: {counted(images, 'imagem', 'imagens')}, {draws} exemplos por época "
+                f"(peso {dataset.config.prior_weight:g})",
+                en=f"regularization: {counted(images, 'image', 'images')}, {draws} examples per epoch "
+                f"(weight {dataset.config.prior_weight:g})",
             )
         )
     if dataset.validation:
@@ -104,7 +106,7 @@ def step_lines(plan: BatchPlan, epochs: int) -> list[str]:
     extra = batches - full
     short = ""
     if extra:
-        short = t(pt=f" (+{extra} lotes curtos dos buckets)", en=f" (+{extra} short batches of the buckets)")
+        short = t(pt=f" ({extra} a mais por haver vários buckets)", en=f" ({extra} more, as there are several buckets)")
     return [
         t(
             pt=f"{draws} exemplos por época ÷ lote {plan.batch_size} = {batches} micro-lotes{short} "

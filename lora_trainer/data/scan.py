@@ -60,7 +60,7 @@ class Scanner:
             raise _nothing(found)
         facts, reasons = check_files(paths, self.index, self.config.max_pixels, self.progress)
         bad = found.unreadable + [(found.name(path), reason) for path, reason in reasons.items()]
-        masks = {} if regularization or self.config.mask != "files" else self._masks(found, facts, bad)
+        masks = {} if regularization else self._masks(found, facts, bad)
         self._report_bad(bad, found)
         self._report_notes(found, facts)
         trigger = None if regularization else self.config.trigger
@@ -74,6 +74,11 @@ class Scanner:
 
     def _masks(self, found: Found, facts: Facts, bad: Bad) -> dict[Path, Mask]:
         """Masks of the images; one of another shape than its image is bad, a missing one is said."""
+        if self.config.mask == "no":
+            return {}
+        if self.config.mask == "alpha":
+            self._report_unmasked([found.name(path) for path, fact in facts.items() if "alpha" not in fact.notes])
+            return {}
         folder = Path(self.config.mask_dir) if self.config.mask_dir is not None else None
         if folder is not None:
             _check_root(folder, where="dados.diretorio_mascaras")
@@ -85,15 +90,17 @@ class Scanner:
             if mask in mask_facts and (problem := shape_problem(mask_facts[mask], facts[path])):
                 reasons[mask] = problem
         bad.extend((mask.name, reason) for mask, reason in reasons.items())
-        missing = [found.name(path) for path in facts if path not in wanted]
-        if missing:
+        self._report_unmasked([found.name(path) for path in facts if path not in wanted])
+        return {path: Mask(mask, mask_facts[mask].content) for path, mask in wanted.items() if mask not in reasons}
+
+    def _report_unmasked(self, names: list[str]) -> None:
+        if names:
             self.notes.warnings.append(
                 t(
-                    pt=f"sem máscara, valem por inteiro: {naming(missing)} ({len(missing)})",
-                    en=f"without a mask, trained as a whole: {naming(missing)} ({len(missing)})",
+                    pt=f"sem máscara, valem por inteiro: {naming(names)} ({len(names)})",
+                    en=f"without a mask, trained as a whole: {naming(names)} ({len(names)})",
                 )
             )
-        return {path: Mask(mask, mask_facts[mask].content) for path, mask in wanted.items() if mask not in reasons}
 
     def _report_bad(self, bad: Bad, found: Found) -> None:
         if self.config.bad_images == "skip":
@@ -150,6 +157,8 @@ class Scanner:
         if not bare:
             return items
         summary = t(pt=f"{len(bare)} de {len(items)} sem legenda", en=f"{len(bare)} of {len(items)} without a caption")
+        if items[0].regularization:
+            summary = t(pt="regularização: ", en="regularization: ") + summary
         names = naming([item.name for item in bare])
         if self.config.uncaptioned == "stop":
             self.notes.fail(

@@ -64,9 +64,7 @@ def adapter_metadata(lora: Lora) -> dict[str, str]:
     return {METADATA_KEY: json.dumps(entries, sort_keys=True)}
 
 
-def unpack(
-    tensors: Mapping[str, Tensor], paths: Iterable[str], metadata: Mapping[str, str]
-) -> tuple[Lora, list[str]]:
+def unpack(tensors: Mapping[str, Tensor], paths: Iterable[str], metadata: Mapping[str, str]) -> tuple[Lora, list[str]]:
     """The modules among `paths`, and the file's names that belong to none of them. Old diffusers spellings too."""
     by_name = {spelling: path for path in paths for spelling in (path, portable_path(path))}
     found: dict[str, dict[str, Tensor]] = {}

@@ -48,7 +48,7 @@ class RunFacts:
 
 def describe(family: "Family", config: Config, facts: RunFacts) -> dict[str, str]:
     """All but what the tensors tell (network_facts, hashes), which save_adapter adds."""
-    entries = {**_modelspec(config, facts), **_training(config, facts), **family.metadata()}
+    entries = {**_modelspec(config, facts), **_training(config, facts), **anonymous(family.metadata())}
     entries[CONFIG_KEY] = anonymous(config.model_dump(mode="json"))
     return {key: _text(value) for key, value in entries.items() if value is not None}
 
@@ -110,7 +110,10 @@ def network_facts(lora: Lora) -> dict[str, str]:
     narrow = {path: m for path, m in lora.items() if path not in wide} or lora
     rank, alpha = _commonest(narrow)
     facts: dict[str, Any] = {
-        "ss_network_module": "networks.lora", "ss_network_dim": rank, "ss_network_alpha": _number(alpha)}
+        "ss_network_module": "networks.lora",
+        "ss_network_dim": rank,
+        "ss_network_alpha": _number(alpha),
+    }
     arguments: dict[str, Any] = {}
     if wide:
         conv_rank, conv_alpha = _commonest(wide)
@@ -139,14 +142,21 @@ def capped(metadata: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
         table = json.loads(entries.pop(_TAGS))
         total = sum(len(tags) for tags in table.values())
         entries[_TAGS], kept = _most_frequent(table, MAX_BYTES - _size({**entries, _TAGS: ""}))
-        notices.append(t(
-            pt=f"metadados: só as {kept} etiquetas mais frequentes de {total} foram gravadas",
-            en=f"metadata: only the {kept} most frequent of {total} tags were written"))
+        notices.append(
+            t(
+                pt=f"metadados: só as {kept} etiquetas mais frequentes de {total} foram gravadas",
+                en=f"metadata: only the {kept} most frequent of {total} tags were written",
+            )
+        )
     while _size(entries) > MAX_BYTES:
         largest = max(entries, key=lambda key: len(entries[key].encode()))
         del entries[largest]
-        notices.append(t(pt=f"metadados: `{largest}` é grande demais e ficou de fora",
-                         en=f"metadata: `{largest}` is too large and was left out"))
+        notices.append(
+            t(
+                pt=f"metadados: `{largest}` é grande demais e ficou de fora",
+                en=f"metadata: `{largest}` is too large and was left out",
+            )
+        )
     return entries, notices
 
 

@@ -36,9 +36,7 @@ def read_tensors(path: Path, what: str = "lora_inicial") -> tuple[dict[str, Tens
     return load_file(path), metadata
 
 
-def read_lora(
-    path: Path, paths: list[str], prefixes: Mapping[str, str], layers_per_block: int = 2
-) -> LoraFile:
+def read_lora(path: Path, paths: list[str], prefixes: Mapping[str, str], layers_per_block: int = 2) -> LoraFile:
     """`paths`: the module paths the model can take; `prefixes`: part -> kohya prefix."""
     stored, metadata = read_tensors(path)
     _refuse_other_kinds(stored, path)
@@ -54,27 +52,45 @@ def differences(file: LoraFile, live: Lora) -> list[str]:
     """Empty if the file fits the adapter: same modules, ranks and kind. One line for each kind of difference."""
     lines = []
     if file.strangers:
-        lines.append(t(
-            pt=f"{len(file.strangers)} módulos do arquivo não recebem LoRA aqui ({_sample(file.strangers)})",
-            en=f"{len(file.strangers)} modules of the file get no LoRA here ({_sample(file.strangers)})"))
+        lines.append(
+            t(
+                pt=f"{len(file.strangers)} módulos do arquivo não recebem LoRA aqui ({_sample(file.strangers)})",
+                en=f"{len(file.strangers)} modules of the file get no LoRA here ({_sample(file.strangers)})",
+            )
+        )
     if missing := sorted(live.keys() - file.lora.keys()):
-        lines.append(t(
-            pt=f"{len(missing)} módulos que recebem LoRA aqui faltam no arquivo ({_sample(missing)})",
-            en=f"{len(missing)} modules that get a LoRA here are missing in the file ({_sample(missing)})"))
+        lines.append(
+            t(
+                pt=f"{len(missing)} módulos que recebem LoRA aqui faltam no arquivo ({_sample(missing)})",
+                en=f"{len(missing)} modules that get a LoRA here are missing in the file ({_sample(missing)})",
+            )
+        )
     common = sorted(live.keys() & file.lora.keys())
     ranks = Counter((file.lora[p].rank, live[p].rank) for p in common if file.lora[p].rank != live[p].rank)
     for (theirs, ours), count in sorted(ranks.items()):
-        lines.append(t(pt=f"rank {theirs} no arquivo, {ours} na configuração, em {count} módulos",
-                       en=f"rank {theirs} in the file, {ours} in the config, in {count} modules"))
+        lines.append(
+            t(
+                pt=f"rank {theirs} no arquivo, {ours} na configuração, em {count} módulos",
+                en=f"rank {theirs} in the file, {ours} in the config, in {count} modules",
+            )
+        )
     if shapes := [p for p in common if _layer_shape(file.lora, p) != _layer_shape(live, p)]:
-        lines.append(t(pt=f"{len(shapes)} camadas têm outro tamanho: o arquivo é de outra família de modelo",
-                       en=f"{len(shapes)} layers have another size: the file is of another model family"))
+        lines.append(
+            t(
+                pt=f"{len(shapes)} camadas têm outro tamanho: o arquivo é de outra família de modelo",
+                en=f"{len(shapes)} layers have another size: the file is of another model family",
+            )
+        )
     dora = [p for p in common if (file.lora[p].magnitude is None) != (live[p].magnitude is None)]
     if dora:
         theirs_word, ours_word = ("sem", "com") if file.lora[dora[0]].magnitude is None else ("com", "sem")
         english = {"sem": "without", "com": "with"}
-        lines.append(t(pt=f"{theirs_word} DoRA no arquivo, {ours_word} DoRA na configuração",
-                       en=f"{english[theirs_word]} DoRA in the file, {english[ours_word]} DoRA in the config"))
+        lines.append(
+            t(
+                pt=f"{theirs_word} DoRA no arquivo, {ours_word} DoRA na configuração",
+                en=f"{english[theirs_word]} DoRA in the file, {english[ours_word]} DoRA in the config",
+            )
+        )
     return lines
 
 
@@ -89,9 +105,11 @@ def _sample(names: list[str]) -> str:
 def _as_float32(key: str, tensor: Tensor, path: Path) -> Tensor:
     value = tensor.to(torch.float32)
     if not bool(value.isfinite().all()):
-        raise SourceError(t(pt=f"o tensor `{key}` tem NaN ou infinito", en=f"tensor `{key}` has NaN or infinity"),
-                          t(pt="use um LoRA salvo antes de o treino divergir",
-                            en="use a LoRA saved before the training diverged"), str(path))
+        raise SourceError(
+            t(pt=f"o tensor `{key}` tem NaN ou infinito", en=f"tensor `{key}` has NaN or infinity"),
+            t(pt="use um LoRA salvo antes de o treino divergir", en="use a LoRA saved before the training diverged"),
+            str(path),
+        )
     return value
 
 
@@ -100,9 +118,17 @@ def _refuse_other_kinds(tensors: Mapping[str, Tensor], path: Path) -> None:
         if any(mark in key for key in tensors):
             raise SourceError(
                 t(pt=f"o arquivo é um {kind}, não um LoRA comum", en=f"the file is a {kind}, not a plain LoRA"),
-                t(pt="use um LoRA com lora_down/lora_up ou lora_A/lora_B",
-                  en="use a LoRA with lora_down/lora_up or lora_A/lora_B"), str(path))
+                t(
+                    pt="use um LoRA com lora_down/lora_up ou lora_A/lora_B",
+                    en="use a LoRA with lora_down/lora_up or lora_A/lora_B",
+                ),
+                str(path),
+            )
     if not any(".lora" in key for key in tensors):
         raise SourceError(
-            t(pt="o arquivo não tem camadas LoRA; parece um modelo completo ou outro tipo de arquivo",
-              en="the file has no LoRA layers; it looks like a whole model or another kind of file"), where=str(path))
+            t(
+                pt="o arquivo não tem camadas LoRA; parece um modelo completo ou outro tipo de arquivo",
+                en="the file has no LoRA layers; it looks like a whole model or another kind of file",
+            ),
+            where=str(path),
+        )

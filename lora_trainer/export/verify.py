@@ -49,7 +49,10 @@ class Verification:
 def verify(
     model: nn.ModuleDict, adapter: "Adapter", family: "Family", path: Path, forward: Callable[[nn.ModuleDict], Tensor]
 ) -> Verification:
-    """`forward` runs a small fixed batch. Raises, or leaves model, adapter and random state as they were."""
+    """Model, adapter and random state come out as they went in, also after an error.
+
+    `forward` runs a small fixed batch; under autocast it must return the dtype it computed in (it sets the bound).
+    """
     live = adapter.export()
     file, dtype = _read_checked(path, adapter)
     delta_difference = max(_delta_difference(file.lora[name], live[name]) for name in live)
@@ -60,11 +63,12 @@ def verify(
         with _lifted_out(model, adapter):
             notice = _load_as_consumer(model, family, path, file)
             compute_dtype = _check_consumer(model, file.lora, path)
-            consumed = forward(model).float()
+            raw = forward(model)
         with _rounded(adapter, file.lora, compute_dtype):
             reference = forward(model).float()
-    output_difference, effect = _relative(consumed, reference), _relative(consumed, base)
-    _require(output_difference <= OUTPUT_TOLERANCE[compute_dtype], path, f"output: {output_difference:.2e}")
+    output_difference, effect = _relative(raw.float(), reference), _relative(raw.float(), base)
+    tolerance = max(OUTPUT_TOLERANCE[compute_dtype], OUTPUT_TOLERANCE[raw.dtype])
+    _require(output_difference <= tolerance, path, f"output: {output_difference:.2e}")
     _require(effect > 0 or torch.equal(reference, base), path, "no effect")
     if not effect:
         notice = t(pt="o LoRA não muda a saída do modelo", en="the LoRA does not change the model's output")
@@ -79,7 +83,8 @@ def _read_checked(path: Path, adapter: "Adapter") -> tuple[LoraFile, torch.dtype
     if bad:
         raise DivergedError(
             t(pt=f"o arquivo tem NaN ou infinito ({bad[0]})", en=f"the file has NaN or infinity ({bad[0]})"),
-            where=str(path))
+            where=str(path),
+        )
     file = read_lora(path, list(adapter.layers), adapter.family.export_prefixes(), adapter.layers_per_block)
     lines = differences(file, adapter.export())
     _require(not lines, path, "; ".join(lines))
@@ -91,13 +96,16 @@ def _load_as_consumer(model: nn.ModuleDict, family: "Family", path: Path, file: 
     two_encoders = "text_encoder_2" in family.export_prefixes()
     reader = StableDiffusionXLLoraLoaderMixin if two_encoders else StableDiffusionLoraLoaderMixin
     state, alphas, metadata = reader.lora_state_dict(
-        str(path), unet_config=getattr(model["unet"], "config", None), local_files_only=True, return_lora_metadata=True)
+        str(path), unet_config=getattr(model["unet"], "config", None), local_files_only=True, return_lora_metadata=True
+    )
     notice = ""
     if any(m.magnitude is not None for m in file.lora.values()) and not any("magnitude" in key for key in state):
         # diffusers drops kohya's dora_scale; its layers are then checked with the same tensors under its own names
         state, alphas, metadata = diffusers.pack(file.lora, family.export_prefixes()), None, None
-        notice = t(pt="o diffusers ignora o DoRA de arquivos kohya: para ele, use o formato diffusers",
-                   en="diffusers ignores DoRA in kohya files: for it, use the diffusers format")
+        notice = t(
+            pt="o diffusers ignora o DoRA de arquivos kohya: para ele, use o formato diffusers",
+            en="diffusers ignores DoRA in kohya files: for it, use the diffusers format",
+        )
     parts = sorted({name.partition(".")[0] for name in file.lora})
     for part in parts:
         if part.startswith("text_encoder"):
@@ -196,8 +204,13 @@ def _relative(a: Tensor, b: Tensor) -> float:
 def _require(condition: bool, path: Path, what: str) -> None:
     if not condition:
         raise MachineError(
-            t(pt=f"o arquivo foi gravado, mas lido de volta não é o LoRA treinado ({what})",
-              en=f"the file was written, but read back it is not the LoRA that was trained ({what})"),
-            t(pt=f"não use este arquivo; relate o erro (diffusers {diffusers_library.__version__})",
-              en=f"do not use this file; report the error (diffusers {diffusers_library.__version__})"),
-            str(path))
+            t(
+                pt=f"o arquivo foi gravado, mas lido de volta não é o LoRA treinado ({what})",
+                en=f"the file was written, but read back it is not the LoRA that was trained ({what})",
+            ),
+            t(
+                pt=f"não use este arquivo; relate o erro (diffusers {diffusers_library.__version__})",
+                en=f"do not use this file; report the error (diffusers {diffusers_library.__version__})",
+            ),
+            str(path),
+        )

@@ -74,17 +74,27 @@ def cast(tensors: Mapping[str, Tensor], dtype: torch.dtype, path: Path) -> dict[
             continue
         if not bool(value.isfinite().all()):
             raise DivergedError(
-                t(pt=f"o tensor `{key}` passa do máximo de {dtype}: o treino divergiu",
-                  en=f"tensor `{key}` exceeds the largest {dtype}: the training diverged"),
-                t(pt="diminua taxa_aprendizado; para guardar assim mesmo, use precisao: fp32",
-                  en="lower learning_rate; to keep it all the same, use precision: fp32"), str(path))
+                t(
+                    pt=f"o tensor `{key}` passa do máximo de {dtype}: o treino divergiu",
+                    en=f"tensor `{key}` exceeds the largest {dtype}: the training diverged",
+                ),
+                t(
+                    pt="diminua taxa_aprendizado; para guardar assim mesmo, use precisao: fp32",
+                    en="lower learning_rate; to keep it all the same, use precision: fp32",
+                ),
+                str(path),
+            )
         nonzero += int(tensor.count_nonzero())
         flushed += int((tensor != 0).logical_and(value == 0).sum())
         stored[key] = value
     if flushed > MAX_FLUSHED * nonzero:
         share = 100 * flushed / nonzero
-        log.warning(t(pt=f"{path.name}: {share:.1f} % dos valores viraram zero em {dtype}; use precisao: fp32",
-                      en=f"{path.name}: {share:.1f} % of the values became zero in {dtype}; use precision: fp32"))
+        log.warning(
+            t(
+                pt=f"{path.name}: {share:.1f} % dos valores viraram zero em {dtype}; use precisao: fp32",
+                en=f"{path.name}: {share:.1f} % of the values became zero in {dtype}; use precision: fp32",
+            )
+        )
     return stored
 
 
@@ -121,8 +131,12 @@ def write_atomically(path: Path, data: bytes) -> None:
         reason = t(pt="o disco está cheio", en="the disk is full") if full else str(error)
         raise MachineError(
             t(pt=f"não foi possível gravar o arquivo ({reason})", en=f"the file could not be written ({reason})"),
-            t(pt=f"libere {len(data) / 2**20:.0f} MiB ou mude saida.diretorio",
-              en=f"free {len(data) / 2**20:.0f} MiB or change output.dir"), str(path)) from error
+            t(
+                pt=f"libere {len(data) / 2**20:.0f} MiB ou mude saida.diretorio",
+                en=f"free {len(data) / 2**20:.0f} MiB or change output.dir",
+            ),
+            str(path),
+        ) from error
     finally:
         with suppress(OSError):
             temporary.unlink()
@@ -142,7 +156,13 @@ def _refuse_non_finite(lora: Lora, path: Path) -> None:
     wrong = [name for name, module in lora.items() if not all(bool(x.isfinite().all()) for x in module.tensors)]
     if wrong:
         raise DivergedError(
-            t(pt=f"{len(wrong)} de {len(lora)} módulos do LoRA têm NaN ou infinito ({wrong[0]}, …); nada foi gravado",
-              en=f"{len(wrong)} of {len(lora)} LoRA modules hold NaN or infinity ({wrong[0]}, …); nothing was written"),
-            t(pt="diminua taxa_aprendizado e retome do último arquivo bom",
-              en="lower learning_rate and resume from the last good file"), str(path))
+            t(
+                pt=f"{len(wrong)} de {len(lora)} módulos do LoRA têm NaN ou infinito ({wrong[0]}, …); nada foi gravado",
+                en=f"{len(wrong)} of {len(lora)} LoRA modules hold NaN or infinity ({wrong[0]}, …); nothing written",
+            ),
+            t(
+                pt="diminua taxa_aprendizado e retome do último arquivo bom",
+                en="lower learning_rate and resume from the last good file",
+            ),
+            str(path),
+        )

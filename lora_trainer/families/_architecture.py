@@ -1,8 +1,8 @@
 """The shape of each network: shipped as data for the released models, else derived from a single file's tensors.
 
 Depths, widths and vocabulary are read from the header. What a header cannot tell, the number of attention heads and of
-norm groups, follows the family's rule (SD 1.x: 8 heads; SD 2.x, SDXL and CLIP: 64 channels a head; 32 norm groups) and is
-said in a notice when the widths are not those of the released models. `modelo.arquitetura` overrides all of it.
+norm groups, follows the family's rule (SD 1.x: 8 heads; SD 2.x, SDXL and CLIP: 64 channels a head; 32 norm groups) and
+is said in a notice when the widths are not those of the released models. `modelo.arquitetura` overrides all of it.
 """
 
 import json

@@ -231,7 +231,8 @@ def open_vae(text: str, release: str) -> Component:
             if kind is not Kind.UNKNOWN
             else t(pt="não há um VAE neste arquivo", en="there is no VAE in this file"),
             t(
-                pt=f"dê um VAE (autoencoder KL) ou retire a chave para usar o do modelo base; recebi {source.path.name}",
+                pt=f"dê um VAE (autoencoder KL) ou retire a chave para usar o do modelo base; recebi "
+                f"{source.path.name}",
                 en=f"give a VAE (KL autoencoder) or remove the key to use the base's own; got {source.path.name}",
             ),
             what,

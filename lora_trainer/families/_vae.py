@@ -1,8 +1,8 @@
 """Pixels to latents and back, with the rule on precision that SDXL's VAE needs.
 
-Latents are the mean of the VAE's posterior, not a sample from it: the cache is addressed by content, so the same picture
-must always give the same latents. The posterior's deviation in Stable Diffusion is some thousandths of the latents', far
-below the noise of any timestep.
+Latents are the mean of the VAE's posterior, not a sample from it: the cache is addressed by content, so the same
+picture must always give the same latents. What is lost is small: Stable Diffusion's VAE was trained with so little KL weight
+that its posterior is far narrower than the noise of almost any timestep.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ TILED_ABOVE = 96 * 96
 
 
 def vae_dtype(wanted: torch.dtype, config: Mapping[str, Any], upcast: bool) -> torch.dtype:
-    """`upcast` (SDXL): activations overflow fp16, so never that, unless the VAE's own config says that it was mended."""
+    """`upcast` (SDXL): activations overflow fp16, so never that, unless the VAE's own config says it was mended."""
     if wanted is torch.float16 and upcast and config.get("force_upcast", True):
         return torch.float32
     return wanted
@@ -37,7 +37,7 @@ def encode(vae: nn.Module, pixels: Tensor, scaling: float) -> Tensor:
 
 @torch.no_grad()
 def decode(vae: nn.Module, latents: Tensor, scaling: float) -> Tensor:
-    """(B, C, h, w) -> float32 pixels (B, 3, H, W) in [-1, 1] on the CPU; large ones in tiles, which blend their seams."""
+    """(B, C, h, w) -> float32 pixels (B, 3, H, W) in [-1, 1] on the CPU; large ones in tiles with blended seams."""
     network = cast(Any, vae)
     tiled_before = network.use_tiling
     network.use_tiling = tiled_before or latents.shape[-1] * latents.shape[-2] > TILED_ABOVE

@@ -1,10 +1,10 @@
 """From tensors on disk to a module, one tensor at a time.
 
-The module is built on `meta`; each of its parameters names the places where its value may lie in the files (`Piece`), is
-read from there, scaled if it is stored in fp8, cast and moved. So host memory holds the component in the wanted dtype and
-one tensor more, whatever the file's layout, sharding or dtype. Files are read, not mapped: a mapped file keeps its pages in
-the process, cannot be replaced under Windows, and hands out views that torch refuses where a header is not aligned.
-Left out: checkpoints already quantised to int8 or 4 bits.
+The module is built on `meta`; each of its parameters names the places where its value may lie in the files (`Piece`),
+is read from there, scaled if it is stored in fp8, cast and moved. So host memory holds the component in the wanted
+dtype and one tensor more, whatever the file's layout, sharding or dtype. Files are read, not mapped: a mapped file
+keeps its pages in the process, cannot be replaced under Windows, and hands out views that torch refuses where a header
+is not aligned. Left out: checkpoints already quantised to int8 or 4 bits.
 """
 
 import hashlib
@@ -145,7 +145,7 @@ class Component:
         """The module with its weights, frozen, in evaluation mode; on "meta" without weights."""
         module = self.skeleton()
         if device.type == "meta":
-            return module.to(dtype)
+            return nn.Module.to(module, dtype)  # not diffusers' own `to`, which warns of nothing
         pieces = find_pieces(self, module)
         places = self.weights.header
         for name in sorted(pieces, key=lambda name: places[pieces[name].key].offset):
@@ -154,6 +154,13 @@ class Component:
         _fill_position_ids(module, device)
         assert not any(x.is_meta for x in (*module.parameters(), *module.buffers())), "a tensor was left on meta"
         return module
+
+
+def load_all(
+    components: Mapping[str, Component], names: Iterable[str], device: torch.device, dtype: torch.dtype
+) -> nn.ModuleDict:
+    """Some components, one after the other, frozen and in evaluation mode."""
+    return nn.ModuleDict({name: components[name].load(device, dtype) for name in names}).eval()
 
 
 def find_pieces(component: Component, module: nn.Module) -> dict[str, Piece]:
@@ -214,9 +221,11 @@ def _incomplete(component: Component, missing: list[str], misshapen: list[str], 
         t(pt="use o modelo em fp16, bf16, fp32 ou fp8", en="use the model in fp16, bf16, fp32 or fp8")
         if unreadable
         else t(
-            pt="o arquivo é de outra arquitetura ou está incompleto: baixe-o de novo, ou dê em modelo.arquitetura a pasta com "
+            pt="o arquivo é de outra arquitetura ou está incompleto: baixe-o de novo, ou dê em modelo.arquitetura a "
+            "pasta com "
             "os config.json dele",
-            en="the file is of another architecture or incomplete: download it again, or give in model.architecture the folder "
+            en="the file is of another architecture or incomplete: download it again, or give in model.architecture "
+            "the folder "
             "with its config.json files",
         )
     )

@@ -1,7 +1,8 @@
-"""Stable Diffusion 1.x and 2.x: one UNet, one CLIP text encoder. 2.x differs by data (arch/), its OpenCLIP and its layer.
+"""Stable Diffusion 1.x and 2.x: one UNet, one CLIP text encoder. 2.x differs by data (arch/), its OpenCLIP and its
+layer.
 
-SD 1.x reads CLIP's last layer, or an earlier one (`pular_clip`) through the last norm; SD 2.x always the last but one of
-OpenCLIP's, which its files hold as the last.
+SD 1.x reads CLIP's last layer, or an earlier one (`pular_clip`) through the last norm; SD 2.x always the last but one
+of OpenCLIP's, which its files hold as the last.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ from ..config.schema import ModelConfig
 from ..errors import ConfigError, t
 from ..kinds import Kind
 from ..sources import Source
-from . import _architecture, _prediction, _text, _tokenizers, _unet, _vae
+from . import _architecture, _prediction, _text, _tokenizers, _unet, _vae, _weights
 from ._base import Batch, BlockGroup, Example, Framing
 from ._components import Networks, open_networks
 from ._diffusion import DiffusionFamily
@@ -78,7 +79,7 @@ class SD15(DiffusionFamily):
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def load_text_encoders(self, device: torch.device, dtype: torch.dtype) -> nn.ModuleDict:
-        return nn.ModuleDict({"text_encoder": self.components["text_encoder"].load(device, dtype)})
+        return _weights.load_all(self.components, ["text_encoder"], device, dtype)
 
     def vae_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The precision that the VAE really runs in when `dtype` is asked."""
@@ -112,7 +113,7 @@ class SD15(DiffusionFamily):
 
     def load_model(self, device: torch.device, dtype: torch.dtype, *, with_text: bool = False) -> nn.ModuleDict:
         names = ["unet", "text_encoder"] if with_text else ["unet"]
-        return nn.ModuleDict({name: self.components[name].load(device, dtype) for name in names})
+        return _weights.load_all(self.components, names, device, dtype)
 
     def blocks(self, model: nn.ModuleDict) -> list[BlockGroup]:
         return _unet.block_groups(model)

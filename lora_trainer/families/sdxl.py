@@ -17,7 +17,7 @@ from ..config.schema import ModelConfig
 from ..errors import ConfigError, t
 from ..kinds import Kind
 from ..sources import Source
-from . import _architecture, _prediction, _text, _tokenizers, _unet, _vae
+from . import _architecture, _prediction, _text, _tokenizers, _unet, _vae, _weights
 from ._base import Batch, BlockGroup, Example, Framing
 from ._components import Networks, open_networks
 from ._diffusion import DiffusionFamily
@@ -87,7 +87,7 @@ class SDXL(DiffusionFamily):
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def load_text_encoders(self, device: torch.device, dtype: torch.dtype) -> nn.ModuleDict:
-        return nn.ModuleDict({name: self.components[name].load(device, dtype) for name in TEXT_PARTS})
+        return _weights.load_all(self.components, TEXT_PARTS, device, dtype)
 
     def vae_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The precision that the VAE really runs in when `dtype` is asked: never fp16, unless its config was mended."""
@@ -111,7 +111,7 @@ class SDXL(DiffusionFamily):
         return _text.encode_captions(self.encode_ids, encoders, self.tokenize(captions))
 
     def encode_ids(self, model: nn.ModuleDict, batch: Batch) -> Batch:
-        """Differentiable: input_ids and input_ids_2 (B, chunks, 77) -> prompt_embeds (B, L, D), pooled_embeds (B, P)."""
+        """Differentiable: both input_ids (B, chunks, 77) -> prompt_embeds (B, L, D), pooled_embeds (B, P)."""
         first, _ = _text.hidden_states(model["text_encoder"], batch["input_ids"], PENULTIMATE, normalised=False)
         second, pooled = _text.hidden_states(
             model["text_encoder_2"], batch["input_ids_2"], PENULTIMATE, normalised=False
@@ -129,7 +129,7 @@ class SDXL(DiffusionFamily):
 
     def load_model(self, device: torch.device, dtype: torch.dtype, *, with_text: bool = False) -> nn.ModuleDict:
         names = ["unet", *TEXT_PARTS] if with_text else ["unet"]
-        return nn.ModuleDict({name: self.components[name].load(device, dtype) for name in names})
+        return _weights.load_all(self.components, names, device, dtype)
 
     def blocks(self, model: nn.ModuleDict) -> list[BlockGroup]:
         return _unet.block_groups(model)

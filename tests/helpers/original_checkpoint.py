@@ -71,7 +71,9 @@ def random_modules(configs: dict[str, dict[str, Any]], seed: int = 0) -> dict[st
     return modules
 
 
-def original_names(release: str, modules: dict[str, nn.Module], configs: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
+def original_names(
+    release: str, modules: dict[str, nn.Module], configs: dict[str, dict[str, Any]]
+) -> dict[str, Tensor]:
     """The state of a single file in the ldm or sgm layout."""
     empty: dict[str, Any] = {}
     open_clip = {"sd2": ("text_encoder", "cond_stage_model."), "sdxl": ("text_encoder_2", "conditioner.embedders.1.")}
@@ -125,7 +127,10 @@ def write_folder(
     """Write the base as a diffusers folder (weights included); returns the modules it was made from."""
     configs = tiny_configs(release, write_words(path / "tokenizer"))
     modules = random_modules(configs)
-    classes = {name: ["diffusers" if name in ("unet", "vae") else "transformers", type(m).__name__] for name, m in modules.items()}
+    classes = {
+        name: ["diffusers" if name in ("unet", "vae") else "transformers", type(m).__name__]
+        for name, m in modules.items()
+    }
     tokenizers = {"tokenizer": ["transformers", "CLIPTokenizer"]}
     if release == "sdxl":
         write_words(path / "tokenizer_2")

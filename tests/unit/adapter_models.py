@@ -1,4 +1,4 @@
-"""Tiny models of the real classes, in the shapes of SD 1.5 and SDXL, with stand-ins for what adapters ask of a family."""
+"""Tiny models of the real classes, shaped as SD 1.5 and SDXL, with stand-ins for what adapters ask of a family."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,17 +11,14 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from lora_trainer.adapters import Adapter, inject
 from lora_trainer.config.schema import ModelConfig
-
-ATTENTION = r"unet\..*\.attn\d\.to_(q|k|v|out\.0)"
-MLP = ATTENTION + r"|unet\..*\.(ff\.net\.(0\.proj|2)|proj_in|proj_out)"
-ALL = MLP + r"|unet\..*\.(conv1|conv2|conv_shortcut|time_emb_proj|(down|up)samplers\.0\.conv)"
+from lora_trainer.families._unet import LORA_TARGETS, TEXT_TARGETS
 
 
 @dataclass(frozen=True)
 class TinyFamily:
     prefixes: dict[str, str]
-    lora_targets = {"attention": ATTENTION, "attention+mlp": MLP, "all": ALL}  # noqa: RUF012
-    text_targets = r"text_encoder.*\.(self_attn\.(q|k|v|out)_proj|mlp\.fc[12])"
+    lora_targets = LORA_TARGETS
+    text_targets = TEXT_TARGETS
 
     def export_prefixes(self) -> dict[str, str]:
         return self.prefixes
@@ -40,35 +37,64 @@ SDXL = TinyFamily({"unet": "lora_unet", "text_encoder": "lora_te1", "text_encode
 
 def _text_config(width: int) -> CLIPTextConfig:
     return CLIPTextConfig(
-        vocab_size=64, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=3, num_attention_heads=2,
-        max_position_embeddings=8, projection_dim=width, bos_token_id=0, eos_token_id=1, pad_token_id=1)
+        vocab_size=64,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=8,
+        projection_dim=width,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
 
 
 def sd15_model(seed: int = 0) -> nn.ModuleDict:
     torch.manual_seed(seed)
     unet = UNet2DConditionModel(
-        sample_size=8, layers_per_block=2, block_out_channels=(16, 32), cross_attention_dim=16, norm_num_groups=4,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        attention_head_dim=2)
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(16, 32),
+        cross_attention_dim=16,
+        norm_num_groups=4,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        attention_head_dim=2,
+    )
     return nn.ModuleDict({"unet": unet, "text_encoder": CLIPTextModel(_text_config(16))})
 
 
 def sdxl_model(seed: int = 0) -> nn.ModuleDict:
     torch.manual_seed(seed)
     unet = UNet2DConditionModel(
-        sample_size=8, layers_per_block=2, block_out_channels=(16, 32), cross_attention_dim=40, norm_num_groups=4,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=(2, 4), transformer_layers_per_block=(1, 2), use_linear_projection=True,
-        addition_embed_type="text_time", addition_time_embed_dim=4, projection_class_embeddings_input_dim=24 + 6 * 4)
-    return nn.ModuleDict({
-        "unet": unet,
-        "text_encoder": CLIPTextModel(_text_config(16)),
-        "text_encoder_2": CLIPTextModelWithProjection(_text_config(24)),
-    })
+        sample_size=8,
+        layers_per_block=2,
+        block_out_channels=(16, 32),
+        cross_attention_dim=40,
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=(2, 4),
+        transformer_layers_per_block=1,
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=4,
+        projection_class_embeddings_input_dim=24 + 6 * 4,
+    )
+    return nn.ModuleDict(
+        {
+            "unet": unet,
+            "text_encoder": CLIPTextModel(_text_config(16)),
+            "text_encoder_2": CLIPTextModelWithProjection(_text_config(24)),
+        }
+    )
 
 
 MODELS: dict[str, tuple[Callable[..., nn.ModuleDict], TinyFamily]] = {
-    "sd15": (sd15_model, SD15), "sdxl": (sdxl_model, SDXL)}
+    "sd15": (sd15_model, SD15),
+    "sdxl": (sdxl_model, SDXL),
+}
 
 
 def forward(model: Any, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -91,9 +117,11 @@ def pipeline(name: str, model: nn.ModuleDict) -> Any:
     common = {"vae": None, "scheduler": None, "tokenizer": None, "unet": model["unet"], "feature_extractor": None}
     if name == "sd15":
         return StableDiffusionPipeline(
-            **common, text_encoder=model["text_encoder"], safety_checker=None, requires_safety_checker=False)
+            **common, text_encoder=model["text_encoder"], safety_checker=None, requires_safety_checker=False
+        )
     return StableDiffusionXLPipeline(
-        **common, text_encoder=model["text_encoder"], text_encoder_2=model["text_encoder_2"], tokenizer_2=None)
+        **common, text_encoder=model["text_encoder"], text_encoder_2=model["text_encoder_2"], tokenizer_2=None
+    )
 
 
 def trained(name: str, seed: int = 3, **settings: Any) -> tuple[nn.ModuleDict, Adapter, TinyFamily]:
@@ -110,6 +138,6 @@ def perturb(adapter: Adapter) -> None:
     random = torch.Generator().manual_seed(11)
     for key, parameter in adapter.named_parameters().items():
         if "lora_B" in key:
-            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=random))
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=random))
         elif "magnitude" in key:
             parameter.mul_(1 + 0.1 * torch.rand(parameter.shape, generator=random))

@@ -1,5 +1,6 @@
 """The store of encoded examples and the phase that fills it. H05's cached captions; killed and damaged caches."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,16 @@ def test_an_interrupted_phase_ends_with_the_same_bits(tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:-3])
     encoded(ds, tmp_path / "resumed")
     assert entries(tmp_path / "resumed") == entries(tmp_path / "straight")
+
+
+def test_two_runs_at_once_fill_one_cache(tmp_path):
+    ds = good(tmp_path / "ds", 4)
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: encoded(ds, tmp_path / "store"), range(2)))
+    assert len(entries(tmp_path / "store")) == 8
+    dataset, one, _ = both[0]
+    assert all(one.cache.has(one.image_key(item, View())) for item in dataset.examples)
+    assert not list((tmp_path / "store").rglob("*.tmp"))
 
 
 @pytest.mark.parametrize(

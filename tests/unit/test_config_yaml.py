@@ -133,6 +133,7 @@ def test_d09_duplicate_keys_show_both_lines(tmp_path: Path) -> None:
         ("  prompt_negativo: *gato", 20, "entre aspas simples: '*gato'"),
         ("  prompt_negativo: * gato", 20, "entre aspas simples: '* gato'"),
         ("  prompt_negativo: foto: azul", 20, "entre aspas simples: 'foto: azul'"),
+        ("  prompts: [a, ${treino.perda}]", 16, "ponha a referência entre aspas"),
         ("  prompts: [a, [trigger] b]", 12, "feche a lista, ou ponha o valor entre aspas"),
         ("  prompt_negativo: {a|b} gato", 20, "entre aspas simples: '{a|b} gato'"),
         ("  prompt_negativo: @gato", 20, "entre aspas simples: '@gato'"),

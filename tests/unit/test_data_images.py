@@ -1,4 +1,4 @@
-"""Single files: what is whole, how large it is upright, and its colours. Cases A02, A04, A09, A12 of the bug reports."""
+"""Single files: what is whole, how large it is upright, its colours. Cases A02, A04, A09, A12 of the bug reports."""
 
 import io
 import struct
@@ -144,9 +144,15 @@ def display_p3() -> bytes:
         return b"XYZ \0\0\0\0" + b"".join(struct.pack(">i", round(v * 65536)) for v in values)
 
     gamma = b"curv\0\0\0\0" + struct.pack(">IH", 1, round(2.2 * 256)) + b"\0\0"
-    tags = [(b"wtpt", xyz(0.9642, 1.0, 0.8249)), (b"rXYZ", xyz(0.5151, 0.2412, -0.0011)),
-            (b"gXYZ", xyz(0.2919, 0.6922, 0.0419)), (b"bXYZ", xyz(0.1572, 0.0666, 0.7841)),
-            (b"rTRC", gamma), (b"gTRC", gamma), (b"bTRC", gamma)]
+    tags = [
+        (b"wtpt", xyz(0.9642, 1.0, 0.8249)),
+        (b"rXYZ", xyz(0.5151, 0.2412, -0.0011)),
+        (b"gXYZ", xyz(0.2919, 0.6922, 0.0419)),
+        (b"bXYZ", xyz(0.1572, 0.0666, 0.7841)),
+        (b"rTRC", gamma),
+        (b"gTRC", gamma),
+        (b"bTRC", gamma),
+    ]
     table, body, place = struct.pack(">I", len(tags)), b"", 128 + 4 + 12 * len(tags)
     for name, data in tags:
         table += struct.pack(">4sII", name, place + len(body), len(data))
@@ -189,6 +195,15 @@ def test_real_photographs_survive_the_cut(tmp_path):
     half, _ = load(tmp_path / "a.png", cover((512, 512), (128, 128)), (0, 0, 0.5, 0.5), WHITE)
     top_left = np.asarray(photo.crop((0, 0, 256, 256)).resize((128, 128), Image.Resampling.LANCZOS)).astype(int)
     assert np.abs(np.asarray(half).astype(int) - top_left).mean() < 2
+
+
+def test_a_much_larger_picture_keeps_its_shape(tmp_path):
+    image = Image.new("RGB", (4000, 3000), (200, 0, 0))
+    image.paste((0, 0, 200), (2000, 0, 4000, 3000))
+    image.save(tmp_path / "x.png")
+    rgb, _ = load(tmp_path / "x.png", cover((4000, 3000), (64, 48)), (0, 0, 1, 1), WHITE)
+    assert rgb.getpixel((10, 24)) == (200, 0, 0)
+    assert rgb.getpixel((50, 24)) == (0, 0, 200)
 
 
 def test_colour_names():

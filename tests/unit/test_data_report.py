@@ -53,7 +53,7 @@ def test_summary(tmp_path):
     assert "fora do treino (lado menor que 64 (dados.lado_minimo)): 1: CROP/mini.png (10x10)" in text
     assert "256x256           6    0.0% (0.0%)" in text
     assert "384x576           1    0.0% (0.0%)" in text
-    assert "43 exemplos por época ÷ lote 4 = 12 micro-lotes (+1 lotes curtos dos buckets)" in text
+    assert "43 exemplos por época ÷ lote 4 = 12 micro-lotes (1 a mais por haver vários buckets)" in text
     assert "÷ acumulação 3 = 4 passos por época" in text
     assert "5 épocas × 4 = 20 passos do otimizador" in text
     assert plan.steps_per_epoch == 4

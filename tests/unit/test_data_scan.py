@@ -10,6 +10,7 @@ import pytest
 from data_cases import built, cap, captions, config, good, img, left_out, names
 from PIL import Image
 
+from lora_trainer.config.schema import DataConfig
 from lora_trainer.data.dataset import build
 from lora_trainer.data.walk import walk
 from lora_trainer.errors import ConfigError, DataError
@@ -27,9 +28,8 @@ def test_kohya_parent_and_a_folder_without_number(tmp_path):
     good(tmp_path / "ds/CROP", 2)
     img(tmp_path / "ds/10_ohwx gato/sem.png")
     dataset = built(tmp_path / "ds")
-    assert repeats(dataset) == {
-        **{f"10_ohwx gato/ok{i}.png": 10 for i in range(4)}, "10_ohwx gato/sem.png": 10, "CROP/ok0.png": 1, "CROP/ok1.png": 1,
-    }  # fmt: skip
+    ten = [f"10_ohwx gato/{name}.png" for name in ("ok0", "ok1", "ok2", "ok3", "sem")]
+    assert repeats(dataset) == {**dict.fromkeys(ten, 10), "CROP/ok0.png": 1, "CROP/ok1.png": 1}
     assert captions(dataset)["10_ohwx gato/sem.png"] == "ohwx gato"
     assert captions(dataset)["10_ohwx gato/ok0.png"] == "foto de ohwx gato 0"
 
@@ -48,13 +48,15 @@ def test_a_year_is_not_a_repeat_count(tmp_path):
 
 def test_no_images_at_all(tmp_path):
     (tmp_path / "vazio").mkdir()
-    with pytest.raises(DataError, match="nenhuma imagem em .*vazio") as caught:
+    with pytest.raises(DataError, match=r"nenhuma imagem em .*vazio") as caught:
         built(tmp_path / "vazio")
     assert ".jpg" in caught.value.hint
     with pytest.raises(DataError, match="não existe"):
         built(tmp_path / "ausente")
     with pytest.raises(DataError, match="é um arquivo"):
         built(img(tmp_path / "x.png"))
+    with pytest.raises(ConfigError, match="diretorio_dados"):
+        build(DataConfig(), tmp_path / "cache")
 
 
 def test_not_recursive_says_what_it_passed_over(tmp_path):
@@ -101,7 +103,9 @@ def test_problems_of_every_kind_come_together(tmp_path):
     cap(ds / "metadata.jsonl", "{")
     with pytest.raises(DataError) as caught:
         built(ds, uncaptioned="stop")
-    assert all(part in str(caught.value) for part in ("4 arquivos ruins", "metadata.jsonl:1", "1 de 5 sem legenda: fake.png"))
+    assert all(
+        part in str(caught.value) for part in ("4 arquivos ruins", "metadata.jsonl:1", "1 de 5 sem legenda: fake.png")
+    )
 
 
 # -- A05: suffixes
@@ -281,6 +285,7 @@ def test_masks_beside_and_in_a_folder(tmp_path):
     dataset = built(ds, mask="files", mask_dir=str(tmp_path / "mascaras"))
     assert {i.name: i.mask.path.name if i.mask else None for i in dataset.examples}["ok1.png"] == "ok1.JPG"
     assert "sem máscara, valem por inteiro: ok0.png, ok2.png (2)" in dataset.notes.warnings
+    assert "sem máscara, valem por inteiro: ok0.png, ok1.png, ok2.png (3)" in built(ds, mask="alpha").notes.warnings
     img(ds / "ok2-masklabel.png", 128, 64)
     with pytest.raises(DataError, match=r"máscara de 128x64 para imagem de 256x256"):
         built(ds, mask="files")

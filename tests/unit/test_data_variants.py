@@ -60,7 +60,17 @@ def test_deterministic_by_seed_draw_and_image(options):
     text = ", ".join("abcdefgh")
     again = [variant(text, chosen, 1, 2, "x") for _ in range(2)]
     assert again[0] == again[1]
-    assert len({again[0], variant(text, chosen, 2, 2, "x"), variant(text, chosen, 1, 3, "x"), variant(text, chosen, 1, 2, "y")}) == 4
+    assert (
+        len(
+            {
+                again[0],
+                variant(text, chosen, 2, 2, "x"),
+                variant(text, chosen, 1, 3, "x"),
+                variant(text, chosen, 1, 2, "y"),
+            }
+        )
+        == 4
+    )
 
 
 def test_hash_is_pinned():

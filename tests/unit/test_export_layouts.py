@@ -1,4 +1,4 @@
-"""Names, shapes and strengths in the two layouts (G01, G05), old spellings, and files that must load for ever (golden)."""
+"""Names, shapes and strengths in both layouts (G01, G05), old spellings, and files that must load for ever (golden)."""
 
 import json
 from pathlib import Path
@@ -61,10 +61,16 @@ def test_kohya_modules_are_complete(name, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("settings", [
-    {"lora_rank": 16, "lora_alpha": 1}, {"lora_rank": 16, "lora_alpha": 8}, {"lora_rank": 16, "lora_alpha": 32},
-    {"lora_rank": 16, "conv_rank": 4}, {"lora_rank": 8, "lora_alpha": 4, "rslora": True},
-])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lora_rank": 16, "lora_alpha": 1},
+        {"lora_rank": 16, "lora_alpha": 8},
+        {"lora_rank": 16, "lora_alpha": 32},
+        {"lora_rank": 16, "conv_rank": 4},
+        {"lora_rank": 8, "lora_alpha": 4, "rslora": True},
+    ],
+)
 @pytest.mark.parametrize("layout", ["kohya", "diffusers"])
 def test_delta_in_the_file_is_the_live_one(layout, settings, precision, tmp_path):
     """up @ down · alpha / rank, worked out from the raw tensors as a reader does."""
@@ -76,7 +82,9 @@ def test_delta_in_the_file_is_the_live_one(layout, settings, precision, tmp_path
             down, up = (tensors[f"{name}.lora_{half}.weight"].float().flatten(1) for half in ("down", "up"))
             delta = up @ down * (float(tensors[f"{name}.alpha"]) / down.shape[0])
         else:
-            delta = tensors[f"{path}.lora_B.weight"].float().flatten(1) @ tensors[f"{path}.lora_A.weight"].float().flatten(1)
+            delta = tensors[f"{path}.lora_B.weight"].float().flatten(1) @ tensors[
+                f"{path}.lora_A.weight"
+            ].float().flatten(1)
         bound = 1e-5 if precision == "fp32" else 1e-3
         assert (delta - module.delta()).norm() <= bound * module.delta().norm(), path
 
@@ -98,7 +106,7 @@ SGM = {
     "middle_block_0_emb_layers_1": "mid_block_resnets_0_time_emb_proj",
     "middle_block_1_transformer_blocks_9_ff_net_0_proj": "mid_block_attentions_0_transformer_blocks_9_ff_net_0_proj",
     "middle_block_2_out_layers_3": "mid_block_resnets_1_conv2",
-    "output_blocks_2_1_transformer_blocks_3_attn2_to_out_0": "up_blocks_0_attentions_2_transformer_blocks_3_attn2_to_out_0",
+    "output_blocks_2_1_transformer_blocks_3_attn2_to_k": "up_blocks_0_attentions_2_transformer_blocks_3_attn2_to_k",
     "output_blocks_2_2_conv": "up_blocks_0_upsamplers_0_conv",
     "output_blocks_8_0_out_layers_3": "up_blocks_2_resnets_2_conv2",
     "time_embed_0": "time_embedding_linear_1",
@@ -118,10 +126,15 @@ def test_sgm_names_agree_with_diffusers():
     for name, ours in SGM.items():
         if not name.startswith(("input", "middle", "output")) or name.endswith("conv"):
             continue
-        tensors = {f"lora_unet_{name}.lora_down.weight": torch.ones(1, 1), f"lora_unet_{name}.lora_up.weight": torch.ones(1, 1)}
+        tensors = {
+            f"lora_unet_{name}.lora_down.weight": torch.ones(1, 1),
+            f"lora_unet_{name}.lora_up.weight": torch.ones(1, 1),
+        }
         state, _ = StableDiffusionXLLoraLoaderMixin.lora_state_dict(tensors, unet_config=config)
         theirs = next(key for key in state if "down." in key or "down_lora" in key)
-        flat = theirs.replace(".processor", "").replace("to_out_lora", "to_out.0").replace("_lora.", ".").replace(".", "_")
+        flat = (
+            theirs.replace(".processor", "").replace("to_out_lora", "to_out.0").replace("_lora.", ".").replace(".", "_")
+        )
         assert flat.removeprefix("unet_").startswith(ours), name
 
 
@@ -151,7 +164,7 @@ OLD_SPELLINGS = {
     "base_model.model.unet.mid_block.attentions.0.transformer_blocks.0.attn2.to_v.lora_{}.default.weight": ("A", "B"),
     "text_encoder.text_model.encoder.layers.0.self_attn.to_q_lora.{}.weight": ("down", "up"),
     "text_encoder.text_model.encoder.layers.1.self_attn.k_proj.lora_linear_layer.{}.weight": ("down", "up"),
-    "text_encoder.encoder.layers.2.mlp.fc1.lora_{}.weight": ("A", "B"),
+    "text_encoder.encoder.layers.0.mlp.fc1.lora_{}.weight": ("A", "B"),
 }
 
 
@@ -166,11 +179,13 @@ def test_old_spellings_of_diffusers_and_peft_are_read(tmp_path):
 
 def test_the_config_of_a_diffusers_file_is_heeded(tmp_path):
     """alpha ≠ rank lives in the metadata of files that diffusers itself writes."""
-    model, adapter, _ = trained("sd15", lora_rank=4, lora_alpha=8)
+    _, adapter, _ = trained("sd15", lora_rank=4, lora_alpha=8)
     layers = {key.removeprefix("unet."): value for key, value in adapter.state_dict().items()}
     StableDiffusionLoraLoaderMixin.save_lora_weights(
-        tmp_path, unet_lora_layers=layers,
-        unet_lora_adapter_metadata={"r": 4, "lora_alpha": 8, "target_modules": ["to_q"]})
+        tmp_path,
+        unet_lora_layers=layers,
+        unet_lora_adapter_metadata={"r": 4, "lora_alpha": 8, "target_modules": ["to_q"]},
+    )
     file = read_lora(tmp_path / "pytorch_lora_weights.safetensors", list(adapter.layers), SD15.export_prefixes())
     assert {module.scale for module in file.lora.values()} == {2.0}
     assert len(file.lora) == adapter.num_modules

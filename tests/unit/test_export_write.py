@@ -108,7 +108,9 @@ def test_large_up_with_small_down_is_balanced_not_refused(tmp_path):
 def test_hashes_are_of_the_file(tmp_path):
     """Over the bytes after the header, also with several dtypes inside."""
     _, adapter, family = trained("sd15", lora_rank=8, lora_alpha=8, rslora=True)
-    path = save_adapter(adapter, family, tmp_path / "x.safetensors", "kohya", "fp16", {"ss_steps": 3, "modelspec.title": "á"})
+    path = save_adapter(
+        adapter, family, tmp_path / "x.safetensors", "kohya", "fp16", {"ss_steps": 3, "modelspec.title": "á"}
+    )
     raw = path.read_bytes()
     size = struct.unpack("<Q", raw[:8])[0]
     digest = hashlib.sha256(raw[8 + size :]).hexdigest()
@@ -124,8 +126,11 @@ def test_hashes_are_of_the_file(tmp_path):
 def test_legacy_hash_of_a_larger_file():
     tensors = {"a": torch.arange(400_000, dtype=torch.float32)}
     data = write.serialise(tensors, {"ss_steps": "1", "modelspec.title": "x"})
-    alone = write._with_header({"a": {"dtype": "F32", "shape": [400_000], "data_offsets": [0, 1_600_000]}},
-                               {"ss_steps": "1"}, tensors["a"].numpy().tobytes())
+    alone = write._with_header(
+        {"a": {"dtype": "F32", "shape": [400_000], "data_offsets": [0, 1_600_000]}},
+        {"ss_steps": "1"},
+        tensors["a"].numpy().tobytes(),
+    )
     assert f'"sshs_legacy_hash":"{hashlib.sha256(alone[0x100000:0x110000]).hexdigest()[:8]}"'.encode() in data
 
 
@@ -136,7 +141,9 @@ def test_equal_adapters_give_equal_bytes(tmp_path):
     files = []
     for name, entries in (("a", metadata), ("b", backwards)):
         _, adapter, family = trained("sd15", lora_rank=2)
-        files.append(save_adapter(adapter, family, tmp_path / f"{name}.safetensors", "kohya", "fp16", entries).read_bytes())
+        files.append(
+            save_adapter(adapter, family, tmp_path / f"{name}.safetensors", "kohya", "fp16", entries).read_bytes()
+        )
     assert files[0] == files[1]
 
 

@@ -54,7 +54,10 @@ def test_weights_are_those_of_diffusers_loader(tmp_path: Path, release: str) -> 
     write_single_file(tmp_path / "m.safetensors", release)
     pipeline = StableDiffusionXLPipeline if release == "sdxl" else StableDiffusionPipeline
     oracle = pipeline.from_single_file(
-        str(tmp_path / "m.safetensors"), config=str(tmp_path / "configs"), local_files_only=True, torch_dtype=torch.float32
+        str(tmp_path / "m.safetensors"),
+        config=str(tmp_path / "configs"),
+        local_files_only=True,
+        torch_dtype=torch.float32,
     )
     for name, module in all_parts(opened(tmp_path / "m.safetensors")).items():
         assert_equal(module, getattr(oracle, name))
@@ -136,7 +139,8 @@ def test_the_trained_weights_win_over_the_average(tmp_path: Path) -> None:
 def test_a_lightning_checkpoint_with_its_ballast(tmp_path: Path) -> None:
     ballast = {
         "state_dict.alphas_cumprod": torch.zeros(4), "state_dict.sqrt_one_minus_alphas_cumprod": torch.zeros(4),
-        "state_dict.betas": torch.zeros(4), "state_dict.posterior_variance": torch.zeros(4), "global_step": torch.zeros(1),
+        "state_dict.betas": torch.zeros(4), "state_dict.posterior_variance": torch.zeros(4),
+        "global_step": torch.zeros(1),
         "state_dict.cond_stage_model.transformer.text_model.embeddings.position_ids": torch.arange(77)[None],
         "state_dict.first_stage_model.loss.logvar": torch.zeros(1), "state_dict.model_ema.decay": torch.zeros(1),
     }  # fmt: skip
@@ -362,8 +366,7 @@ def test_the_released_config_is_derived_from_its_own_tensors(release: str) -> No
     from lora_trainer.sources import Source
     from tests.helpers.original_checkpoint import original_names
 
-    names = [name for name in tiny_configs(release, 600)]
-    configs = {name: architecture.shipped(release, name) for name in names}
+    configs = {name: architecture.shipped(release, name) for name in tiny_configs(release, 600)}
     with torch.device("meta"):
         modules = {name: components.BUILDERS[name](config) for name, config in configs.items()}
         state = original_names(release, modules, configs)

@@ -1,0 +1,128 @@
+"""Stopping in every way there is, and going on: the final file is the one that an uninterrupted run writes."""
+
+import errno
+import signal
+
+import pytest
+from recipe import events, kill_after_step, make, run, start
+
+from lora_trainer import checkpoint
+
+
+def final(folder, name="lora"):
+    return (folder / "saida" / name / f"{name}.safetensors").read_bytes()
+
+
+@pytest.fixture
+def straight(tmp_path):
+    """A folder with a run that was never stopped, kept under saida/reto."""
+    config = make(tmp_path, treino={"epocas": 4}, modelo={"dropout_lora": 0.1}, saida={"nome": "lora", "salvar_cada": 2, "precisao": "fp32"})
+    assert run(config) == 0
+    (tmp_path / "saida" / "lora").rename(tmp_path / "saida" / "reto")
+    return config, (tmp_path / "saida" / "reto" / "lora.safetensors").read_bytes()
+
+
+def test_killed_twice(tmp_path, straight):
+    config, expected = straight
+    folder = tmp_path / "saida" / "lora"
+    kill_after_step(start(config), folder, 3)
+    kill_after_step(start(config, "--retomar"), folder, 6)
+    assert run(config, "--retomar") == 0
+    assert final(tmp_path) == expected
+    resumed = [row["step"] for row in events(folder, "resumed")]
+    assert resumed[0] in (2, 0)
+    assert resumed[1] in (4, 6)
+    assert {row["step"] for row in events(folder)} == set(range(1, 9))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop(tmp_path, straight, number):
+    config, expected = straight
+    process = start(config)
+    kill_after_step(process, tmp_path / "saida" / "lora", 3, number)
+    assert process.returncode == 130
+    assert run(config, "--retomar") == 0
+    assert final(tmp_path) == expected
+
+
+def test_unfinished_run_is_not_overwritten(tmp_path, straight, capsys):
+    config, expected = straight
+    kill_after_step(start(config), tmp_path / "saida" / "lora", 2)
+    assert run(config) == 2
+    assert "--retomar" in capsys.readouterr().err
+    assert run(config, "--recomecar") == 0
+    assert final(tmp_path) == expected
+    assert (tmp_path / "saida" / "lora.antigo-1" / "metricas.jsonl").exists()
+
+
+def test_stop_in_parts_equals_one_run(tmp_path, straight):
+    config, expected = straight
+    assert run(config, "treino.passos_maximos=3") == 0
+    assert run(config, "--retomar", "treino.passos_maximos=5") == 0
+    assert run(config, "--retomar") == 0
+    assert final(tmp_path) == expected
+
+
+def test_finished_run_has_nothing_to_do_and_can_be_extended(tmp_path, capsys):
+    config = make(tmp_path, treino={"agendador": "cosseno"})
+    assert run(config) == 0
+    folder = tmp_path / "saida" / "lora"
+    before = final(tmp_path)
+    capsys.readouterr()
+    assert run(config, "--retomar") == 0
+    assert "já terminou (6/6)" in capsys.readouterr().out
+    assert final(tmp_path) == before
+    assert run(config, "--retomar", "treino.epocas=6") == 0
+    steps = events(folder)
+    assert [row["step"] for row in steps] == list(range(1, 13))
+    assert steps[6]["lr"] > 1e-4
+    assert final(tmp_path) != before
+
+
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "lion8bit", "prodigy", "schedulefree_adamw", "came", "adafactor"])
+def test_every_optimizer_resumes_bit_for_bit(tmp_path, optimizer):
+    rate = 1.0 if optimizer == "prodigy" else 1e-2
+    config = make(tmp_path, treino={"otimizador": optimizer, "taxa_aprendizado": rate}, modelo={"classificacao_lora": 64})
+    assert run(config, "saida.nome=reto") == 0
+    assert run(config, "treino.passos_maximos=3") == 0
+    assert run(config, "--retomar") == 0
+    with_name = final(tmp_path, "reto")
+    assert final(tmp_path)[-100_000:] == with_name[-100_000:]
+
+
+def test_full_disk_keeps_the_last_good_state(tmp_path, straight, monkeypatch, capsys):
+    config, expected = straight
+    save_file, calls = checkpoint.save_file, []
+
+    def full(tensors, path):
+        calls.append(path)
+        if len(calls) > 1:
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(tensors, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", full)
+        assert run(config) == 2
+    assert "libere espaço" in capsys.readouterr().err
+    states = sorted(path.name for path in (tmp_path / "saida/lora/estado").iterdir() if path.is_dir())
+    assert states == ["passo-00000002"]
+    assert run(config, "--retomar") == 0
+    assert final(tmp_path) == expected
+
+
+def test_damaged_state_falls_back_to_the_one_before(tmp_path, straight):
+    config, expected = straight
+    assert run(config, "treino.passos_maximos=6") == 0
+    states = sorted((tmp_path / "saida/lora/estado").glob("passo-*"))
+    assert [path.name for path in states] == ["passo-00000004", "passo-00000006"]
+    (states[-1] / "optimizer.pt").write_bytes(b"x" * 100)
+    assert run(config, "--retomar") == 0
+    assert final(tmp_path) == expected
+
+
+def test_other_rank_is_refused_on_resume(tmp_path, straight, capsys):
+    config, _ = straight
+    assert run(config, "treino.passos_maximos=2") == 0
+    assert run(config, "--retomar", "modelo.classificacao_lora=8") == 2
+    assert "mesmo rank" in capsys.readouterr().err
