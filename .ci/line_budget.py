@@ -17,7 +17,11 @@ def main() -> None:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                count = len(node.args.args) + len(node.args.kwonlyargs) - (node.args.args[:1] != [] and node.args.args[0].arg == "self")
+                count = (
+                    len(node.args.args)
+                    + len(node.args.kwonlyargs)
+                    - (node.args.args[:1] != [] and node.args.args[0].arg == "self")
+                )
                 if lines > FUNCTION_LINES or (count > PARAMETERS and not name.startswith("tests/")):
                     rows.append((lines, f"{name}:{node.lineno} {node.name} ({count} parameters)"))
     for lines, name in sorted(rows, reverse=True):

@@ -51,8 +51,14 @@ def save_state(folder: Path, state: State) -> Path:
     except (OSError, RuntimeError, SafetensorError) as error:  # what a full disk makes torch and safetensors raise
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(
-            t(pt=f"não consegui salvar o estado em {folder}: {error}", en=f"could not save the state in {folder}: {error}"),
-            t(pt="libere espaço em disco; o último estado bom continua lá", en="free some disk space; the last good state is still there"),
+            t(
+                pt=f"não consegui salvar o estado em {folder}: {error}",
+                en=f"could not save the state in {folder}: {error}",
+            ),
+            t(
+                pt="libere espaço em disco; o último estado bom continua lá",
+                en="free some disk space; the last good state is still there",
+            ),
         ) from error
     for old in _states(folder)[:-KEPT_STATES]:
         shutil.rmtree(old, ignore_errors=True)

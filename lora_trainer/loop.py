@@ -119,7 +119,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def mix(seed: int, step: int, index: int) -> int:
     """A 63-bit seed from three numbers (multipliers of Knuth's and L'Ecuyer's generators)."""
-    value = (seed * 6364136223846793005 + step * 3935559000370003845 + index * 2691343689449507681 + 1442695040888963407)
+    value = seed * 6364136223846793005 + step * 3935559000370003845 + index * 2691343689449507681 + 1442695040888963407
     value &= 2**64 - 1
     value ^= value >> 29
     return (value * 0xBF58476D1CE4E5B9 & (2**64 - 1)) >> 1

@@ -7,22 +7,22 @@ from torch import nn
 
 from .adapters import Adapter
 from .config.loading import Loaded
-from .data.dataset import Dataset
+from .data.batches import BatchPlan
 from .errors import t
 from .export.metadata import RunFacts, describe
 from .export.verify import Verification, verify
 from .export.write import save_adapter
-from .families._base import Family
 from .plot import plot_metrics
 from .run_folder import RunFolder, keep_last
 
 
 class Outputs:
     def __init__(
-        self, loaded: Loaded, folder: RunFolder, family: Family, adapter: Adapter, dataset: Dataset, day: str, total: int
+        self, loaded: Loaded, folder: RunFolder, adapter: Adapter, batches: BatchPlan, day: str, total: int
     ) -> None:
-        self.loaded, self.folder, self.family, self.adapter = loaded, folder, family, adapter
-        self.dataset, self.day, self.total = dataset, day, total
+        self.loaded, self.folder, self.family, self.adapter = loaded, folder, adapter.family, adapter
+        self.dataset, self.steps_per_epoch = batches.dataset, batches.steps_per_epoch
+        self.day, self.total = day, total
         self.written: list[Path] = []
 
     def save(self, step: int, *, intermediate: bool) -> list[Path]:
@@ -48,14 +48,23 @@ class Outputs:
         buckets: Counter[tuple[int, int]] = Counter()
         for item in self.dataset.training:
             folder = item.name.rpartition("/")[0].rpartition("/")[2] or "."
-            words = (tag.strip() for text in item.caption.texts for tag in text.split(self.loaded.config.data.separator))
+            words = (
+                tag.strip() for text in item.caption.texts for tag in text.split(self.loaded.config.data.separator)
+            )
             tags.setdefault(f"{item.repeats}_{folder}", Counter()).update(word for word in words if word)
             if item.fit is not None:
                 buckets[item.fit.target] += 1
         return RunFacts(
-            name=self.loaded.name, date=self.day, seed=int(self.loaded.config.system.seed or 0), step=step,
-            total_steps=self.total, epoch=self.loaded.config.training.epochs, num_images=len(self.dataset.training),
-            num_regularization_images=len(self.dataset.regularization), tag_frequency=tags, buckets=buckets,
+            name=self.loaded.name,
+            date=self.day,
+            seed=int(self.loaded.config.system.seed or 0),
+            step=step,
+            total_steps=self.total,
+            epoch=-(-step // self.steps_per_epoch),
+            num_images=len(self.dataset.training),
+            num_regularization_images=len(self.dataset.regularization),
+            tag_frequency=tags,
+            buckets=buckets,
         )
 
     def last_good(self) -> str:

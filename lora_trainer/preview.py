@@ -34,8 +34,13 @@ class Previews:
     plan: MemoryPlan
 
     def __init__(
-        self, family: Family, config: Config, encoder: Encoder, device: torch.device,
-        terminal: Terminal, metrics: Metrics,
+        self,
+        family: Family,
+        config: Config,
+        encoder: Encoder,
+        device: torch.device,
+        terminal: Terminal,
+        metrics: Metrics,
     ) -> None:
         self.family, self.encoder, self.device = family, encoder, device
         self.settings, self.terminal, self.metrics = config.samples, terminal, metrics
@@ -58,14 +63,18 @@ class Previews:
         try:
             if not self.base_images:
                 with adapter.disabled():
-                    self.base_images = self._pictures(model, self.settings.prompts, self.settings.negative_prompt, self.sampling)
+                    self.base_images = self._pictures(
+                        model, self.settings.prompts, self.settings.negative_prompt, self.sampling
+                    )
             images = self._pictures(model, self.settings.prompts, self.settings.negative_prompt, self.sampling)
             path = folder.samples / f"passo-{step:06d}.png"
             columns = ["base", t(pt=f"LoRA, passo {step}", en=f"LoRA, step {step}")]
             make_grid(self.settings.prompts, columns, [self.base_images, images]).save(path)
             self.metrics.event("preview", step=step, file=path.name)
         except (RuntimeError, OSError, ValueError) as error:  # out of memory is a RuntimeError
-            self.terminal.warn(t(pt=f"amostra do passo {step} falhou: {error}", en=f"preview at step {step} failed: {error}"))
+            self.terminal.warn(
+                t(pt=f"amostra do passo {step} falhou: {error}", en=f"preview at step {step} failed: {error}")
+            )
             self.metrics.event("preview_failed", step=step, problem=f"{type(error).__name__}: {error}")
         finally:
             _release(self.device)
@@ -80,14 +89,18 @@ class Previews:
             after = self._score(model)
             self.metrics.event("concept_score", before=self.score_before, after=after)
             scores = f"{self.score_before:.2f} → {after:.2f}"
-            self.terminal.say(t(pt=f"nota do conceito, antes → depois: {scores}", en=f"concept score, before → after: {scores}"))
+            self.terminal.say(
+                t(pt=f"nota do conceito, antes → depois: {scores}", en=f"concept score, before → after: {scores}")
+            )
 
     def _score(self, model: nn.ModuleDict) -> float:
         assert self.measure is not None
         return float(self.measure.concept_score(self._pictures(model, self.measure.PROMPTS, "", self.measure.SAMPLING)))
 
     @torch.no_grad()
-    def _pictures(self, model: nn.ModuleDict, prompts: Sequence[str], negative: str, sampling: Sampling) -> list[Image.Image]:
+    def _pictures(
+        self, model: nn.ModuleDict, prompts: Sequence[str], negative: str, sampling: Sampling
+    ) -> list[Image.Image]:
         with _evaluating(model):
             with self.plan.step_context():
                 *positive, without = self._conditions(model, [*prompts, negative], sampling.size)
@@ -141,7 +154,9 @@ def make_grid(rows: Sequence[str], columns: Sequence[str], images: Sequence[Sequ
     zoom = max(1, -(-SMALLEST_CELL // min(width, height)))
     width, height = width * zoom, height * zoom
     cell_height = height + LABEL_HEIGHT + MARGIN
-    sheet = Image.new("RGB", (MARGIN + len(columns) * (width + MARGIN), LABEL_HEIGHT + len(rows) * cell_height), "white")
+    sheet = Image.new(
+        "RGB", (MARGIN + len(columns) * (width + MARGIN), LABEL_HEIGHT + len(rows) * cell_height), "white"
+    )
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(15)
     for column, title in enumerate(columns):
         pen.text((MARGIN + column * (width + MARGIN), 10), title, "black", font)

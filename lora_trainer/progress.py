@@ -5,6 +5,7 @@ metricas.jsonl. `Phases` remembers the peak memory of every phase.
 """
 
 import json
+import logging
 import os
 import sys
 import time
@@ -45,6 +46,16 @@ class Terminal:
 
     def phase(self, text: str) -> None:
         self.say(f"• {text}", style="bold")
+
+    def log_handler(self) -> logging.Handler:
+        """Warnings that deep code logs become notices here."""
+        terminal = self
+
+        class Handler(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                terminal.warn(record.getMessage())
+
+        return Handler(logging.WARNING)
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
@@ -103,8 +114,12 @@ class Bar:
         self.task: TaskID | None = None
         if terminal.console.is_terminal:
             self.progress = Progress(
-                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"), console=terminal.console,
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+                console=terminal.console,
             )
             self.task = self.progress.add_task(title, total=total, completed=start, note="")
 

@@ -5,6 +5,7 @@ model, adapter, techniques → loop with saves, validation and previews → file
 """
 
 import gc
+import logging
 import random
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from . import adapters, hardware, optimizers, schedules
 from .checkpoint import State, load_state, save_state
 from .config import effective
 from .config.loading import Loaded
+from .config.schema import TrainingConfig
 from .data import dataset as data
 from .data.batches import BatchPlan, Loader
 from .data.cache import Cache
@@ -28,7 +30,8 @@ from .errors import DivergedError, Interrupted, UserError, t
 from .families import resolve
 from .families._base import Batch
 from .interrupt import StopRequest, stop_on_signals
-from .loop import StepReport, Trainee, to_device, train as training_loop
+from .loop import StepReport, Trainee, to_device
+from .loop import train as training_loop
 from .memory._base import MemoryPlan, Technique
 from .memory.gradient_checkpointing import GradientCheckpointing
 from .memory.mixed_precision import MixedPrecision
@@ -48,6 +51,8 @@ def train(loaded: Loaded, *, resume: bool = False, restart: bool = False) -> Non
     with stop_on_signals() as stop, Lock(folder):
         note = prepare(folder, resume=resume, restart=restart)
         terminal, metrics = Terminal(folder.path / "registro.log"), Metrics(folder.metrics)
+        handler = terminal.log_handler()
+        logging.getLogger("lora_trainer").addHandler(handler)
         try:
             if note:
                 terminal.say(note)
@@ -57,6 +62,7 @@ def train(loaded: Loaded, *, resume: bool = False, restart: bool = False) -> Non
             terminal.note(str(error))
             raise
         finally:
+            logging.getLogger("lora_trainer").removeHandler(handler)
             metrics.close()
             terminal.close()
 
@@ -101,6 +107,7 @@ class Run:
         for notice in notices:
             self.terminal.warn(notice)
         self.phases = Phases(self.device)
+        quiet_libraries()
         optimizers.probe(self.config.training, self.device)
 
     def open_base(self) -> None:
@@ -114,8 +121,11 @@ class Run:
         self.cache_dir = Path(self.config.data.cache_dir or Path(self.config.output.dir) / ".cache")
         with self.terminal.steps() as progress:
             self.dataset = data.build(
-                self.config.data, self.cache_dir, side_multiple=self.family.side_multiple,
-                exclude=[Path(self.config.output.dir)], progress=progress,
+                self.config.data,
+                self.cache_dir,
+                side_multiple=self.family.side_multiple,
+                exclude=[Path(self.config.output.dir)],
+                progress=progress,
             )
         for warning in self.dataset.notes.warnings:
             self.terminal.warn(warning)
@@ -148,15 +158,22 @@ class Run:
         if state is None or state.step < self.total or not self.folder.finished:
             return False
         done = f"{state.step}/{self.total}"
-        self.terminal.say(t(pt=f"já terminou ({done}); aumente treino.epocas para continuar",
-                            en=f"already done ({done}); raise training.epochs to go on"))
+        self.terminal.say(
+            t(
+                pt=f"já terminou ({done}); aumente treino.epocas para continuar",
+                en=f"already done ({done}); raise training.epochs to go on",
+            )
+        )
         return True
 
     # -- caching phase
 
     def encode(self) -> None:
         summary = summary_lines(self.batches, self.config.training.epochs)
-        for line in [*summary, *token_lines(self.dataset, self.family.count_tokens, self.config.data.max_caption_tokens)]:
+        for line in [
+            *summary,
+            *token_lines(self.dataset, self.family.count_tokens, self.config.data.max_caption_tokens),
+        ]:
             self.terminal.say(f"  {line}")
         for notice in schedules.schedule_notices(self.total, self.config.training):
             self.terminal.warn(notice)
@@ -184,7 +201,7 @@ class Run:
     # -- model
 
     def load_model(self) -> None:
-        self.plan = make_plan(self.config, self.precision, self.device)
+        self.plan = make_plan(self.config.training, self.precision, self.device)
         with_text = not self.encoder.cache_text
         self.model: nn.ModuleDict = self.family.load_model(self.device, self.precision.frozen, with_text=with_text)
         groups = self.family.blocks(self.model)
@@ -195,24 +212,32 @@ class Run:
         hardware.assert_trainable_float32(self.model)
         self.plan.wrap(self.model, groups)
         named = self.adapter.named_parameters()
-        self.optimizer = self.plan.build_optimizer(optimizers.param_groups(named, self.config.training), self.config.training)
+        self.optimizer = self.plan.build_optimizer(
+            optimizers.param_groups(named, self.config.training), self.config.training
+        )
         self.scaler = self.plan.scaler()
         self.previews.plan = self.plan
-        rows = [[row.component, row.dtype, row.device, f"{row.parameters:,}"] for row in hardware.describe_parts(self.model)]
+        rows = [
+            [row.component, row.dtype, row.device, f"{row.parameters:,}"] for row in hardware.describe_parts(self.model)
+        ]
         title = t(pt="componente / precisão / dispositivo", en="component / dtype / device")
         self.terminal.table(title, ["", "", "", t(pt="parâmetros", en="parameters")], rows)
-        self.outputs = Outputs(self.loaded, self.folder, self.family, self.adapter, self.dataset, self.day, self.total)
+        self.outputs = Outputs(self.loaded, self.folder, self.adapter, self.batches, self.day, self.total)
 
     def restore(self) -> int:
         """Go on from the newest whole state; returns the step to continue at."""
         state = load_state(self.folder.state)
         if state is None:
-            self.terminal.say(t(pt="nenhum estado salvo: começando do passo 0", en="no saved state: starting at step 0"))
+            self.terminal.say(
+                t(pt="nenhum estado salvo: começando do passo 0", en="no saved state: starting at step 0")
+            )
             return 0
         if state.facts["data"] != self.dataset.fingerprint():
             self.terminal.warn(
-                t(pt="as imagens, legendas ou buckets mudaram desde o estado salvo; a ordem daqui em diante é a do conjunto novo",
-                  en="images, captions or buckets changed since the state was saved; from here on the order is the new set's")
+                t(
+                    pt="as imagens, legendas ou buckets mudaram desde o estado salvo; a ordem daqui em diante é a do conjunto novo",
+                    en="images, captions or buckets changed since the state was saved; from here on the order is the new set's",
+                )
             )
         self.adapter.load_state_dict(state.adapter)
         self.optimizer.load_state_dict(state.optimizer)
@@ -220,19 +245,31 @@ class Run:
             group["base_lr"] = rate  # the config's, in case it changed
         self.scaler.load_state_dict(state.scaler)
         self.metrics.event("resumed", step=state.step)
-        self.terminal.phase(t(pt=f"retomando do passo {state.step}/{self.total}", en=f"resuming at step {state.step}/{self.total}"))
+        self.terminal.phase(
+            t(pt=f"retomando do passo {state.step}/{self.total}", en=f"resuming at step {state.step}/{self.total}")
+        )
         return state.step
 
     def _base_rates(self) -> list[float]:
-        return [float(group["base_lr"]) for group in optimizers.param_groups(self.adapter.named_parameters(), self.config.training)]
+        return [
+            float(group["base_lr"])
+            for group in optimizers.param_groups(self.adapter.named_parameters(), self.config.training)
+        ]
 
     # -- loop
 
     def loop(self, start: int) -> None:
         training = self.config.training
         trainee = Trainee(
-            self.family, self.model, list(self.adapter.named_parameters().values()), self.optimizer, self.scaler,
-            self.plan, self.device, self.seed, training.max_grad_norm,
+            self.family,
+            self.model,
+            list(self.adapter.named_parameters().values()),
+            self.optimizer,
+            self.scaler,
+            self.plan,
+            self.device,
+            self.seed,
+            training.max_grad_norm,
         )
         self.step, self.last_state, before = start, time.monotonic(), time.monotonic()
         with self.terminal.bar(t(pt="treino", en="training"), self.total, start) as bar:
@@ -255,8 +292,12 @@ class Run:
 
     def _record(self, report: StepReport, seconds: float) -> None:
         self.metrics.write(
-            step=report.step, epoch=self.batches.epoch(report.step - 1) + 1, loss=report.loss, grad_norm=report.grad_norm,
-            lr=report.learning_rate, samples_per_s=round(report.terms / max(seconds, 1e-9), 3),
+            step=report.step,
+            epoch=self.batches.epoch(report.step - 1) + 1,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            lr=report.learning_rate,
+            samples_per_s=round(report.terms / max(seconds, 1e-9), 3),
             peak_vram=self.phases.current_peak(),
         )
 
@@ -278,18 +319,29 @@ class Run:
             self.save_state(step)
         if self.stop and step < self.total:
             raise Interrupted(
-                t(pt=f"interrompido no passo {step}/{self.total}; o estado está salvo", en=f"interrupted at step {step}/{self.total}; the state is saved"),
+                t(
+                    pt=f"interrompido no passo {step}/{self.total}; o estado está salvo",
+                    en=f"interrupted at step {step}/{self.total}; the state is saved",
+                ),
                 t(pt="continue com --retomar", en="go on with --resume"),
             )
 
     def save_state(self, step: int) -> None:
         if not self.adapter.is_finite():
             raise DivergedError(
-                t(pt=f"o LoRA tem valores não finitos no passo {step}; nada foi gravado", en=f"the LoRA is not finite at step {step}; nothing was written"),
+                t(
+                    pt=f"o LoRA tem valores não finitos no passo {step}; nada foi gravado",
+                    en=f"the LoRA is not finite at step {step}; nothing was written",
+                ),
                 t(pt="reduza treino.taxa_aprendizado", en="lower training.learning_rate"),
             )
-        state = State(step, self.adapter.state_dict(), self.optimizer.state_dict(), self.scaler.state_dict(),
-                      {"data": self.dataset.fingerprint(), "seed": self.seed})
+        state = State(
+            step,
+            self.adapter.state_dict(),
+            self.optimizer.state_dict(),
+            self.scaler.state_dict(),
+            {"data": self.dataset.fingerprint(), "seed": self.seed},
+        )
         try:
             save_state(self.folder.state, state)
         except UserError as error:
@@ -309,7 +361,12 @@ class Run:
             terms += self.family.num_terms(batch)
         self.model.train()
         self.metrics.write(step=step, validation_loss=total / terms)
-        self.terminal.note(t(pt=f"passo {step}: perda de validação {total / terms:.5f}", en=f"step {step}: validation loss {total / terms:.5f}"))
+        self.terminal.note(
+            t(
+                pt=f"passo {step}: perda de validação {total / terms:.5f}",
+                en=f"step {step}: validation loss {total / terms:.5f}",
+            )
+        )
 
     # -- end
 
@@ -320,13 +377,20 @@ class Run:
             self.previews.measure_after(self.model)
         with optimizers.evaluation_weights(self.optimizer), self.phases.phase("save"):
             lines = self.outputs.finish(self.model, self.total)
-        write_json(self.folder.path / "plano.json", {
-            "techniques": [type(technique).__name__ for technique in self.plan.ordered()],
-            "device": str(self.device), "precision": self.precision.name,
-            "peak_bytes": self.phases.peaks, "peak_rss": peak_resident_bytes(),
-        })
+        write_json(
+            self.folder.path / "plano.json",
+            {
+                "techniques": [type(technique).__name__ for technique in self.plan.ordered()],
+                "device": str(self.device),
+                "precision": self.precision.name,
+                "peak_bytes": self.phases.peaks,
+                "peak_rss": peak_resident_bytes(),
+            },
+        )
         write_json(self.folder.state / "concluido.json", {"steps": self.total})
-        self.metrics.event("done", step=self.total, files=[path.name for path in self.outputs.written], peak_rss=peak_resident_bytes())
+        self.metrics.event(
+            "done", step=self.total, files=[path.name for path in self.outputs.written], peak_rss=peak_resident_bytes()
+        )
         self.outputs.plot()
         for line in lines:
             self.terminal.say(line, style="green")
@@ -334,8 +398,18 @@ class Run:
         gc.collect()
 
 
-def make_plan(config: object, precision: hardware.Precision, device: torch.device) -> MemoryPlan:
-    training = config.training  # type: ignore[attr-defined]
+def quiet_libraries() -> None:
+    """Their bars would break ours, and their remarks are not about anything that the user can change."""
+    import diffusers
+    import transformers
+
+    for library in (diffusers, transformers):
+        library.utils.logging.disable_progress_bar()
+        library.utils.logging.set_verbosity_error()
+
+
+def make_plan(training: TrainingConfig, precision: hardware.Precision, device: torch.device) -> MemoryPlan:
+    """The techniques that the config asks for."""
     techniques: list[Technique] = []
     if training.gradient_checkpointing:
         techniques.append(GradientCheckpointing())

@@ -1,6 +1,6 @@
 """The folder of one run: where everything lies, who holds it, and what is already there.
 
-    saida/<name>/  <name>.safetensors  config.yaml  plano.json  metricas.jsonl  registro.log  amostras/  estado/
+saida/<name>/  <name>.safetensors  config.yaml  plano.json  metricas.jsonl  registro.log  amostras/  estado/
 """
 
 import json
@@ -67,7 +67,10 @@ def prepare(folder: RunFolder, *, resume: bool, restart: bool) -> str:
     if folder.begun and not resume:
         if not folder.finished and not restart:
             raise ConfigError(
-                t(pt=f"já existe uma execução não terminada em {folder.path}", en=f"there is an unfinished run in {folder.path}"),
+                t(
+                    pt=f"já existe uma execução não terminada em {folder.path}",
+                    en=f"there is an unfinished run in {folder.path}",
+                ),
                 t(
                     pt="continue com --retomar, comece de novo com --recomecar (a antiga é guardada) ou mude saida.nome",
                     en="go on with --resume, start over with --restart (the old one is kept) or change output.name",
@@ -113,7 +116,10 @@ class Lock:
             alive = False
         if alive and owner["pid"] != os.getpid():
             raise MachineError(
-                t(pt=f"o processo {owner['pid']} já está treinando nesta pasta", en=f"process {owner['pid']} is already training in this folder"),
+                t(
+                    pt=f"o processo {owner['pid']} já está treinando nesta pasta",
+                    en=f"process {owner['pid']} is already training in this folder",
+                ),
                 t(pt="espere ele terminar ou mude saida.nome", en="wait for it to end or change output.name"),
             )
         self.path.unlink(missing_ok=True)

@@ -2,8 +2,14 @@
 
 import os
 
-os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", HF_HUB_OFFLINE="1", LORA_TRAINER_LANG="pt",
-                  TOKENIZERS_PARALLELISM="false", NO_COLOR="1")
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    OMP_WAIT_POLICY="PASSIVE",
+    HF_HUB_OFFLINE="1",
+    LORA_TRAINER_LANG="pt",
+    TOKENIZERS_PARALLELISM="false",
+    NO_COLOR="1",
+)
 
 import pytest
 import torch

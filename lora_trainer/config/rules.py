@@ -6,6 +6,7 @@ Rules about the base model's family are the family's, and are checked once the b
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from .. import plugins
 from ..errors import t
@@ -98,6 +99,16 @@ _CONFLICTS = (
             f"use um destes: {', '.join(WITH_8BIT)}; ou apague `{{first}}`",
             f"use one of: {', '.join(WITH_8BIT)}; or delete `{{first}}`",
         ),
+    ),
+    _Conflict(
+        ("output", "dir"),
+        ("data", "data_dir"),
+        lambda c: c.data.data_dir is not None and Path(c.output.dir) == Path(c.data.data_dir),
+        (
+            "`{first}` é a própria pasta das imagens: as amostras virariam imagens de treino",
+            "`{first}` is the image folder itself: previews would become training images",
+        ),
+        ("escolha outra pasta em {first}", "choose another folder in {first}"),
     ),
     _Conflict(
         ("data", "mask_dir"),

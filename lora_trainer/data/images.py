@@ -137,7 +137,7 @@ def load_grey(path: Path, size: tuple[int, int], box: tuple[float, float, float,
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[bytes, Image.Image]]:
-    """The file's bytes and its picture, not yet decoded; its pixels are freed at the end, whatever still refers to it."""
+    """The file's bytes and its picture, not yet decoded; its pixels are freed at the end, whoever refers to it."""
     data = _read(path)
     image = _open(data)
     try:

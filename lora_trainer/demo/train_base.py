@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
 import time
 from pathlib import Path
 from random import Random
@@ -30,7 +29,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from . import draw
 from .tokenizer import MAX_LENGTH, write_tokenizer
-from .vae_start import start_as_pooling
+from .vae_start import pooled, start_as_pooling
 
 SCALING_FACTOR = 0.18215  # Stable Diffusion's; `whiten` makes it true of our VAE
 DEVIATIONS = torch.tensor([1.1, 1.1, 1.1, 0.6])  # of the scaled latents: 1 together; less for the long-tailed fourth
@@ -107,11 +106,9 @@ def build_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
     return encoder
 
 
-def one_cycle(progress: float, peak: float, warmup: float = 0.04) -> float:
-    """Learning rate at a share of the training time: linear warm-up, then a cosine down to zero."""
-    if progress < warmup:
-        return peak * progress / warmup
-    return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup) / (1 - warmup))))
+def learning_rate(progress: float, peak: float, warmup: float = 0.03, decay: float = 0.35) -> float:
+    """Warm up, stay, and fall to zero over the last part of the training time (progress from 0 to 1)."""
+    return peak * max(0.0, min(1.0, progress / warmup, (1 - progress) / decay))
 
 
 class Clock:
@@ -138,7 +135,7 @@ def train_decoder(vae: AutoencoderKL, pixels: Tensor, minutes: float) -> None:
     optimizer = torch.optim.AdamW(parts.parameters(), lr=0.0, weight_decay=0.0, betas=(0.9, 0.99))
     clock, step, total = Clock(minutes), 0, 0.0
     while (progress := clock.progress()) < 1:
-        optimizer.param_groups[0]["lr"] = one_cycle(progress, 5e-4)
+        optimizer.param_groups[0]["lr"] = learning_rate(progress, 5e-4)
         chosen = torch.randint(len(pixels), (8,))
         z = latents[chosen] + noise * torch.randn(8, *latents.shape[1:])
         with torch.autocast("cpu", torch.bfloat16):
@@ -158,8 +155,8 @@ def train_decoder(vae: AutoencoderKL, pixels: Tensor, minutes: float) -> None:
 
 @torch.no_grad()
 def encode(vae: AutoencoderKL, pixels: Tensor) -> Tensor:
-    """Unscaled posterior means (N, 4, h, w) of uint8 pixels (N, 3, H, W)."""
-    return torch.cat([vae.encode(scaled(p)).latent_dist.mean for p in pixels.split(64)])
+    """Unscaled posterior means (N, 4, h, w) of uint8 pixels (N, 3, H, W), nearly."""
+    return torch.cat([pooled(vae, scaled(p)) for p in pixels.split(64)])
 
 
 @torch.no_grad()
@@ -252,7 +249,7 @@ def grid(pipe: StableDiffusionPipeline, path: Path, prompts: tuple[str, ...] = G
 
 
 def train_unet(
-    pipe: StableDiffusionPipeline, latents: Tensor, captions: list[str], minutes: float, work: Path, batch: int = 48
+    pipe: StableDiffusionPipeline, latents: Tensor, captions: list[str], minutes: float, work: Path, batch: int = 32
 ) -> None:
     """Epsilon prediction, UNet and text encoder together; `latents` (N, 4, h, w) are scaled. Leaves the average in `pipe`."""
     ids = pipe.tokenizer(captions, padding="max_length", max_length=MAX_LENGTH, truncation=True, return_tensors="pt")
@@ -263,9 +260,14 @@ def train_unet(
     average = Average(modules)
     optimizer = torch.optim.AdamW(modules.parameters(), lr=0.0, weight_decay=0.0, betas=(0.9, 0.99), fused=True)
     noise_schedule = pipe.scheduler
+    state_file = work / "state.pt"
+    if state_file.exists():  # go on with an earlier run
+        for part, state in zip((modules, average.modules, optimizer), torch.load(state_file), strict=True):
+            part.load_state_dict(state)
+        average.steps = 10**6
     clock, step, total = Clock(minutes), 0, 0.0
     while (progress := clock.progress()) < 1:
-        optimizer.param_groups[0]["lr"] = one_cycle(progress, 1.2e-3)
+        optimizer.param_groups[0]["lr"] = learning_rate(progress, 1e-3)
         chosen = torch.randint(len(latents), (batch,))
         x = latents[chosen].contiguous(memory_format=torch.channels_last)
         noise = torch.randn_like(x)
@@ -286,6 +288,7 @@ def train_unet(
             total = 0.0
         if clock.due():
             snapshot(pipe, average, work, step)
+            torch.save([part.state_dict() for part in (modules, average.modules, optimizer)], state_file)
     snapshot(pipe, average, work, step)
     modules.load_state_dict(average.modules.state_dict())
 

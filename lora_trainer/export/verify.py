@@ -115,6 +115,7 @@ def _load_as_consumer(model: nn.ModuleDict, family: "Family", path: Path, file: 
     return notice
 
 
+@torch.no_grad()
 def _check_consumer(model: nn.ModuleDict, lora: Lora, path: Path) -> torch.dtype:
     """Every module was loaded with the file's effect; returns the dtype its weights were loaded in."""
     loaded = _layers(model)

@@ -36,7 +36,7 @@ class DiffusionFamily(Family):
         return isinstance(self.objective, NoisePrediction) and float(self.objective.alphas_cumprod[-1]) == 0
 
     def configure(self, training: TrainingConfig, data: DataConfig) -> None:
-        self.objective = make_objective(training, self)
+        self.objective = make_objective(training, self, unmasked_weight=data.unmasked_weight)
 
     @abstractmethod
     def predict(self, model: nn.ModuleDict, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
@@ -66,12 +66,14 @@ class DiffusionFamily(Family):
         for name, value in batch.items():
             random = torch.randn(value.shape, generator=generator) if value.is_floating_point() else value
             batch[name] = random.to(device)
-        timesteps = torch.tensor([len(self.objective.alphas_cumprod) // 2], device=device)
+        timesteps = self.objective.sample_t(generator).reshape(1).to(device)
         return self.predict(model, batch["latents"], timesteps, batch)
 
 
-def make_objective(settings: TrainingConfig, family: DiffusionFamily) -> NoisePrediction:
-    """The objective the user asked for, on the family's noise schedule."""
+def make_objective(
+    settings: TrainingConfig, family: DiffusionFamily, *, unmasked_weight: float = 0.0
+) -> NoisePrediction:
+    """The objective the user asked for, on the family's noise schedule; `unmasked_weight` is an option of the data."""
     if settings.zero_terminal_snr and family.prediction_type == "epsilon":
         raise ConfigError(
             t(
@@ -95,6 +97,7 @@ def make_objective(settings: TrainingConfig, family: DiffusionFamily) -> NoisePr
         noise_offset=settings.noise_offset,
         loss=settings.loss,
         huber_delta=settings.huber_delta,
+        unmasked_weight=unmasked_weight,
     )
 
 

@@ -22,14 +22,21 @@ def make_scheduler(family: "DiffusionFamily", zero_terminal_snr: bool = False) -
     keys = ("beta_start", "beta_end", "beta_schedule", "num_train_timesteps")
     return DDIMScheduler(
         **{key: family.schedule_config[key] for key in keys if key in family.schedule_config},
-        prediction_type=family.prediction_type, clip_sample=False, set_alpha_to_one=False,
-        timestep_spacing="trailing", rescale_betas_zero_snr=zero_terminal_snr,
+        prediction_type=family.prediction_type,
+        clip_sample=False,
+        set_alpha_to_one=False,
+        timestep_spacing="trailing",
+        rescale_betas_zero_snr=zero_terminal_snr,
     )
 
 
 @torch.no_grad()
 def sample_latents(
-    family: "DiffusionFamily", model: nn.ModuleDict, positive: Sequence[Example], negative: Example, sampling: Sampling,
+    family: "DiffusionFamily",
+    model: nn.ModuleDict,
+    positive: Sequence[Example],
+    negative: Example,
+    sampling: Sampling,
 ) -> Tensor:
     """Clean latents (N, C, h, w) for N prompts, on the model's device."""
     device = next(model.parameters()).device
@@ -39,12 +46,19 @@ def sample_latents(
     for start in range(0, len(positive), sampling.chunk):
         chosen = positive[start : start + sampling.chunk]
         x_t = noise[start : start + sampling.chunk].to(device)
-        parts.append(_denoise(family, model, x_t, _stack(chosen, device), _stack([negative] * len(chosen), device), sampling))
+        parts.append(
+            _denoise(family, model, x_t, _stack(chosen, device), _stack([negative] * len(chosen), device), sampling)
+        )
     return torch.cat(parts)
 
 
 def _denoise(
-    family: "DiffusionFamily", model: nn.ModuleDict, x_t: Tensor, positive: Example, negative: Example, sampling: Sampling,
+    family: "DiffusionFamily",
+    model: nn.ModuleDict,
+    x_t: Tensor,
+    positive: Example,
+    negative: Example,
+    sampling: Sampling,
 ) -> Tensor:
     scheduler = make_scheduler(family, family.zero_terminal_snr)
     scheduler.set_timesteps(sampling.steps, device=x_t.device)

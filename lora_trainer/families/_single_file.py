@@ -39,10 +39,11 @@ IGNORED = re.compile(
     | loss\. | model_ema\. | denoiser\. | edm_ | v_pred$ | ztsnr$ | global_step
     | first_stage_model\.(loss|model_ema)\. | cond_stage_model\.model\.visual\.
     | cond_stage_model\.model\.transformer\.resblocks\.23\. )
-    | (position_ids | logit_scale | attn_mask | scale_input | input_scale | scaled_fp8 | text_projection(\.weight)?)$""",
+    | (position_ids | logit_scale | attn_mask | scale_input | input_scale | scaled_fp8)$
+    | text_projection(\.weight)?$""",
     re.VERBOSE,
 )
-"""Keys that say nothing a LoRA needs: losses, schedules, averages, CLIP's contrastive head, SD2's last, unused layer."""
+"""Keys that a LoRA has no use for: losses, schedules, averages, CLIP's contrastive head, SD2's unused last layer."""
 
 
 def leftovers(header: Header, used: Collection[str]) -> list[str]:

@@ -1,8 +1,8 @@
 """Pixels to latents and back, with the rule on precision that SDXL's VAE needs.
 
 Latents are the mean of the VAE's posterior, not a sample from it: the cache is addressed by content, so the same
-picture must always give the same latents. What is lost is small: Stable Diffusion's VAE was trained with so little KL weight
-that its posterior is far narrower than the noise of almost any timestep.
+picture must always give the same latents. What is lost is small: Stable Diffusion's
+VAE was trained with so little KL weight that its posterior is far narrower than the noise of almost any timestep.
 """
 
 from collections.abc import Mapping

@@ -130,6 +130,10 @@ class Component:
             module = self.build(self.config)
         return module.eval().requires_grad_(False)
 
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Host memory that `load` needs, but for one tensor."""
+        return sum(value.numel() for value in self.skeleton().state_dict().values()) * dtype.itemsize
+
     def used_keys(self) -> set[str]:
         """Keys of the file that `load` reads. SourceError when one is missing or of another shape."""
         pieces = find_pieces(self, self.skeleton())

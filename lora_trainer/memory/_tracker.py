@@ -9,7 +9,7 @@ pass) are told afterwards, so the breakdown is worked out from the recorded live
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch

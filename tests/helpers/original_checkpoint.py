@@ -35,8 +35,8 @@ def tiny_configs(release: str, vocabulary: int) -> dict[str, dict[str, Any]]:
     configs = {name: architecture.shipped(release, name) for name in names}
     text = {"vocab_size": vocabulary, "bos_token_id": vocabulary - 2, "eos_token_id": vocabulary - 1}
     configs["vae"] |= {
-        "block_out_channels": [32, 32], "down_block_types": ["DownEncoderBlock2D"] * 2,
-        "up_block_types": ["UpDecoderBlock2D"] * 2, "layers_per_block": 1,
+        "block_out_channels": [32] * 4, "down_block_types": ["DownEncoderBlock2D"] * 4,
+        "up_block_types": ["UpDecoderBlock2D"] * 4, "layers_per_block": 1,
     }  # fmt: skip
     configs["text_encoder"] |= text | {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 1,

@@ -16,7 +16,12 @@ def final(folder, name="lora"):
 @pytest.fixture
 def straight(tmp_path):
     """A folder with a run that was never stopped, kept under saida/reto."""
-    config = make(tmp_path, treino={"epocas": 4}, modelo={"dropout_lora": 0.1}, saida={"nome": "lora", "salvar_cada": 2, "precisao": "fp32"})
+    config = make(
+        tmp_path,
+        treino={"epocas": 4},
+        modelo={"dropout_lora": 0.1},
+        saida={"nome": "lora", "salvar_cada": 2, "precisao": "fp32"},
+    )
     assert run(config) == 0
     (tmp_path / "saida" / "lora").rename(tmp_path / "saida" / "reto")
     return config, (tmp_path / "saida" / "reto" / "lora.safetensors").read_bytes()
@@ -82,7 +87,9 @@ def test_finished_run_has_nothing_to_do_and_can_be_extended(tmp_path, capsys):
 @pytest.mark.parametrize("optimizer", ["adamw8bit", "lion8bit", "prodigy", "schedulefree_adamw", "came", "adafactor"])
 def test_every_optimizer_resumes_bit_for_bit(tmp_path, optimizer):
     rate = 1.0 if optimizer == "prodigy" else 1e-2
-    config = make(tmp_path, treino={"otimizador": optimizer, "taxa_aprendizado": rate}, modelo={"classificacao_lora": 64})
+    config = make(
+        tmp_path, treino={"otimizador": optimizer, "taxa_aprendizado": rate}, modelo={"classificacao_lora": 64}
+    )
     assert run(config, "saida.nome=reto") == 0
     assert run(config, "treino.passos_maximos=3") == 0
     assert run(config, "--retomar") == 0

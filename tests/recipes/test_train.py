@@ -8,6 +8,8 @@ from recipe import events, make, run
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from lora_trainer.families._diffusion import DiffusionFamily
+
 BASES = [("sd1", True), ("sd1", False), ("sd2", True), ("sdxl", True), ("sdxl", False)]
 
 
@@ -29,7 +31,9 @@ def test_end_to_end(tmp_path, capsys, release, single_file):
 @pytest.mark.parametrize("release", ["sd1", "sdxl"])
 def test_text_encoders_and_convolutions(tmp_path, release):
     config = make(
-        tmp_path, release, modelo={"alvos_lora": "tudo", "treinar_codificador_texto": True, "classificacao_conv": 2},
+        tmp_path,
+        release,
+        modelo={"alvos_lora": "tudo", "treinar_codificador_texto": True, "classificacao_conv": 2},
         saida={"formatos": ["kohya", "diffusers"]},
     )
     assert run(config) == 0
@@ -64,7 +68,9 @@ def test_same_seed_same_file_and_cache(tmp_path, capsys):
 def test_previews_change_nothing(tmp_path):
     config = make(tmp_path)
     assert run(config, "saida.nome=sem") == 0
-    assert run(config, "saida.nome=com", 'amostras.prompts=["a cat","red"]', "amostras.cada=2", "amostras.passos=2") == 0
+    assert (
+        run(config, "saida.nome=com", 'amostras.prompts=["a cat","red"]', "amostras.cada=2", "amostras.passos=2") == 0
+    )
     with_previews, without = (load_file(tmp_path / "saida" / n / f"{n}.safetensors") for n in ("com", "sem"))
     assert all(torch.equal(with_previews[key], without[key]) for key in without)
     pictures = sorted(path.name for path in (tmp_path / "saida" / "com" / "amostras").iterdir())
@@ -101,29 +107,22 @@ def test_validation_is_fixed_and_changes_nothing(tmp_path):
     assert max(losses) - min(losses) < 1e-5  # same images, noise and timesteps each time, and a model that stands still
 
 
-def test_divergence_exits_4_and_names_the_last_good_file(tmp_path, capsys):
-    config = make(tmp_path, saida={"salvar_cada": 1, "precisao": "fp32"}, treino={"taxa_aprendizado": 10, "epocas": 400,
-                  "norma_maxima_gradiente": 0, "otimizador": "adamw", "eps": 1e-30})
-    poisoned = tmp_path / "poison.py"
-    poisoned.write_text("")
-    from lora_trainer.families._diffusion import DiffusionFamily
-
+def test_divergence_exits_4_and_names_the_last_good_file(tmp_path, capsys, monkeypatch):
+    config = make(tmp_path, saida={"salvar_cada": 1, "precisao": "fp32"})
     loss, calls = DiffusionFamily.loss, []
 
-    def explode(self, model, batch):
+    def explode(self, model, batch):  # windows of 2 and 1 micro-batches: the seventh is in step 5
         calls.append(1)
         return loss(self, model, batch) * (float("nan") if len(calls) > 6 else 1)
 
-    pytest.MonkeyPatch.context()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DiffusionFamily, "loss", explode)
-        assert run(config) == 4
+    monkeypatch.setattr(DiffusionFamily, "loss", explode)
+    assert run(config) == 4
     err = capsys.readouterr().err
     folder = tmp_path / "saida" / "lora"
-    assert "divergiu no passo 4" in err
-    assert "lora-passo000003.safetensors" in err
+    assert "divergiu no passo 5" in err
+    assert "lora-passo000004.safetensors" in err
     assert not (folder / "lora.safetensors").exists()
-    good = load_file(folder / "lora-passo000003.safetensors")
+    good = load_file(folder / "lora-passo000004.safetensors")
     assert all(bool(value.isfinite().all()) for value in good.values())
 
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from lora_trainer.adapters import inject
 from lora_trainer.config.schema import ModelConfig
 from lora_trainer.errors import DivergedError, MachineError
-from lora_trainer.export.verify import verify
+from lora_trainer.export.verify import _check_consumer, verify
 from lora_trainer.export.write import save_adapter
 from lora_trainer.families._unet import block_groups
 from lora_trainer.memory.gradient_checkpointing import TECHNIQUE, recomputations
@@ -119,6 +119,19 @@ def test_verify_refuses_a_file_that_is_not_the_adapter(damage, tmp_path):
     with pytest.raises(MachineError, match="não é o LoRA treinado"):
         verify(model, adapter, family, path, forward)
     assert all(torch.equal(value, before[key]) for key, value in adapter.state_dict().items())
+
+
+def test_a_layer_that_the_loader_scales_otherwise_is_found(tmp_path):
+    """Even where the probe's output would not show it: each loaded layer is compared with the file."""
+    lora = trained("sd15", lora_rank=4, lora_alpha=8, train_text_encoder=True)[1].export()
+    same, _, _ = trained("sd15", lora_rank=4, lora_alpha=8, train_text_encoder=True)
+    assert _check_consumer(same, lora, tmp_path) == torch.float32
+    other, _, _ = trained("sd15", lora_rank=4, lora_alpha=4, train_text_encoder=True)
+    with pytest.raises(MachineError, match="diffusers, unet"):
+        _check_consumer(other, lora, tmp_path)
+    without_text, _, _ = trained("sd15", lora_rank=4, lora_alpha=8)
+    with pytest.raises(MachineError, match="diffusers: "):
+        _check_consumer(without_text, lora, tmp_path)
 
 
 def test_verify_refuses_nan_in_the_file(tmp_path):

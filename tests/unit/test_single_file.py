@@ -1,4 +1,4 @@
-"""Original single files load bit for bit as diffusers loads them, whatever their dtype, wrapping or copy (G06 G11 F07)."""
+"""Original single files load bit for bit as diffusers loads them, whatever their dtype or wrapping (G06 G09 G11)."""
 
 import json
 from collections.abc import Callable
@@ -292,7 +292,7 @@ def vae_file(path: Path, names: str) -> AutoencoderKL:
         from lora_trainer.families._single_file import locate_vae
         from lora_trainer.kinds import Part
 
-        locate = locate_vae(Part({}, ""), 2)
+        locate = locate_vae(Part({}, ""), len(configs["vae"]["block_out_channels"]))
         state = {locate(key)[0].key: value for key, value in state.items()}
     save_file(state, path)
     return vae
