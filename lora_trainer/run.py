@@ -203,9 +203,13 @@ class Run:
     def load_model(self) -> None:
         self.plan = make_plan(self.config.training, self.precision, self.device)
         with_text = not self.encoder.cache_text
-        self.model: nn.ModuleDict = self.family.load_model(self.device, self.precision.frozen, with_text=with_text)
+        self.model: nn.ModuleDict = self.family.load_model(
+            self.device,
+            self.precision.frozen,
+            with_text=with_text,
+            prepare=lambda model: self.plan.convert(model, self.family.blocks(model)),
+        )
         groups = self.family.blocks(self.model)
-        self.plan.convert(self.model, groups)
         self.adapter = adapters.inject(self.model, self.family, self.config.model, self.seed)
         if self.config.model.initial_lora:
             self.adapter.load_file(Path(self.config.model.initial_lora))

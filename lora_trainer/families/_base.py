@@ -6,7 +6,7 @@ that the module path of an adapter is already its key in a diffusers file.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -50,6 +50,9 @@ class Sampling:
     guidance: float = 7.0
     seed: int = 0
     chunk: int = 1
+
+
+Prepare = Callable[[nn.ModuleDict], None]
 
 
 class Family(ABC):
@@ -119,8 +122,14 @@ class Family(ABC):
 
     # -- training
     @abstractmethod
-    def load_model(self, device: torch.device, dtype: torch.dtype, *, with_text: bool = False) -> nn.ModuleDict:
-        """The frozen model, eval-free and without adapters; on device "meta" the same modules without weights."""
+    def load_model(
+        self, device: torch.device, dtype: torch.dtype, *, with_text: bool = False, prepare: Prepare | None = None
+    ) -> nn.ModuleDict:
+        """The frozen model, without adapters; on device "meta" the same modules without weights.
+
+        `prepare` changes the modules on meta, before any weight is read, so that a base quantised or streamed is never
+        held whole in 16 bits.
+        """
 
     @abstractmethod
     def blocks(self, model: nn.ModuleDict) -> list[BlockGroup]: ...

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from ..errors import SourceError, t
 from ..headers import Header, TensorInfo, read_header
+from ..tracker import host_memory
+from ._base import Prepare
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -147,24 +149,40 @@ class Component:
 
     def load(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The module with its weights, frozen, in evaluation mode; on "meta" without weights."""
-        module = self.skeleton()
-        if device.type == "meta":
-            return nn.Module.to(module, dtype)  # not diffusers' own `to`, which warns of nothing
-        pieces = find_pieces(self, module)
+        return load_all({self.name: self}, [self.name], device, dtype)[self.name]
+
+    def fill(self, module: nn.Module, pieces: Mapping[str, Piece], device: torch.device, dtype: torch.dtype) -> None:
+        """Read every weight into a skeleton, in the order of the file."""
         places = self.weights.header
         for name in sorted(pieces, key=lambda name: places[pieces[name].key].offset):
-            tensor = pieces[name].cut(self.weights.value(pieces[name].key))
-            _assign(module, name, tensor.to(device=device, dtype=dtype, copy=pieces[name].third is not None))
+            with host_memory():
+                tensor = pieces[name].cut(self.weights.value(pieces[name].key))
+            _assign(module, name, tensor, device, dtype)
         _fill_position_ids(module, device)
         assert not any(x.is_meta for x in (*module.parameters(), *module.buffers())), "a tensor was left on meta"
-        return module
 
 
 def load_all(
-    components: Mapping[str, Component], names: Iterable[str], device: torch.device, dtype: torch.dtype
+    components: Mapping[str, Component],
+    names: Iterable[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    prepare: Prepare | None = None,
 ) -> nn.ModuleDict:
-    """Some components, one after the other, frozen and in evaluation mode."""
-    return nn.ModuleDict({name: components[name].load(device, dtype) for name in names}).eval()
+    """Some components, frozen and in evaluation mode; on "meta" without weights.
+
+    `prepare` may change the modules on meta before weights are read. A layer with a `pack_weight(tensor)` method
+    gets each weight through it; one with a `home` device gets its weights there instead of on `device`.
+    """
+    model = nn.ModuleDict({name: components[name].skeleton() for name in names})
+    pieces = {name: find_pieces(components[name], module) for name, module in model.items()}
+    nn.Module.to(model, dtype)  # not diffusers' own `to`, which warns of nothing
+    if prepare is not None:
+        prepare(model)
+    if device.type != "meta":
+        for name, module in model.items():
+            components[name].fill(module, pieces[name], device, dtype)
+    return model.eval()
 
 
 def find_pieces(component: Component, module: nn.Module) -> dict[str, Piece]:
@@ -236,12 +254,19 @@ def _incomplete(component: Component, missing: list[str], misshapen: list[str], 
     return SourceError(f"{component.name}: {'; '.join(problems)}", hint, component.what)
 
 
-def _assign(module: nn.Module, name: str, tensor: Tensor) -> None:
+def _assign(module: nn.Module, name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> None:
     path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
+    owner: Any = module.get_submodule(path)
+    home = getattr(owner, "home", device)
+    if leaf == "weight" and hasattr(owner, "pack_weight"):
+        owner.pack_weight(tensor.to(device=device, dtype=dtype), home)
+        return
     old = getattr(owner, leaf)
     assert old.is_meta, f"{name} filled twice"
-    tensor = tensor.reshape(old.shape).contiguous()
+    with host_memory(home != device):
+        # A part of a fused tensor would keep the whole alive.
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        tensor = tensor.to(device=home, dtype=dtype, copy=not whole).reshape(old.shape).contiguous()
     if isinstance(old, nn.Parameter):
         setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
     else:

@@ -18,7 +18,7 @@ from ..errors import ConfigError, t
 from ..kinds import Kind
 from ..sources import Source
 from . import _architecture, _prediction, _text, _tokenizers, _unet, _vae, _weights
-from ._base import Batch, BlockGroup, Example, Framing
+from ._base import Batch, BlockGroup, Example, Framing, Prepare
 from ._components import Networks, open_networks
 from ._diffusion import DiffusionFamily
 from ._refusal import refusal
@@ -111,9 +111,11 @@ class SD15(DiffusionFamily):
 
     # -- training
 
-    def load_model(self, device: torch.device, dtype: torch.dtype, *, with_text: bool = False) -> nn.ModuleDict:
+    def load_model(
+        self, device: torch.device, dtype: torch.dtype, *, with_text: bool = False, prepare: Prepare | None = None
+    ) -> nn.ModuleDict:
         names = ["unet", "text_encoder"] if with_text else ["unet"]
-        return _weights.load_all(self.components, names, device, dtype)
+        return _weights.load_all(self.components, names, device, dtype, prepare)
 
     def blocks(self, model: nn.ModuleDict) -> list[BlockGroup]:
         return _unet.block_groups(model)

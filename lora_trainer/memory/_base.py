@@ -29,7 +29,11 @@ class Technique:
 
 
 class ConvertTechnique(Technique):
-    """Acts once, on the frozen base, before adapters are added."""
+    """Acts once, on the frozen base on `meta`, before weights are read and adapters added.
+
+    A layer that is to be kept packed becomes one with `pack_weight(tensor, home)`; one whose weights are to live in
+    host memory gets a `home` device. See families/_weights.load_all.
+    """
 
     @abstractmethod
     def convert(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None: ...

@@ -6,6 +6,7 @@ pass) are told afterwards, so the breakdown is worked out from the recorded live
 `host_memory()` count as host RAM. With a `limit`, going over it raises torch.OutOfMemoryError, as a smaller card would.
 """
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,10 +26,10 @@ _active: "MemoryTracker | None" = None
 
 
 @contextmanager
-def host_memory() -> Iterator[None]:
+def host_memory(on: bool = True) -> Iterator[None]:
     """Tensors made within are host RAM (streaming masters, offloaded activations), also when the device is the CPU."""
     global _making_host_memory
-    before, _making_host_memory = _making_host_memory, True
+    before, _making_host_memory = _making_host_memory, on
     try:
         yield
     finally:
@@ -116,7 +117,7 @@ class MemoryTracker(TorchDispatchMode):
             return
         self._clock += 1
         life = _Life(size, _making_host_memory, self._clock, cause=cause)
-        self._live[key] = (weakref.ref(storage, lambda _, key=key: self._drop(key)), life)
+        self._live[key] = (weakref.ref(storage, functools.partial(self._drop, key)), life)
         if self.record:
             self._lives.append(life)
         if life.host:
@@ -130,7 +131,7 @@ class MemoryTracker(TorchDispatchMode):
             )
         self.peak = max(self.peak, self.now)
 
-    def _drop(self, key: int) -> None:
+    def _drop(self, key: int, _: Any = None) -> None:
         entry = self._live.pop(key, None)
         if entry is None:
             return
