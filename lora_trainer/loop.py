@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .errors import DivergedError, t
 from .families._base import Batch, Family
@@ -59,30 +59,37 @@ def train(trainee: Trainee, windows: Iterable[tuple[int, list[Batch]]], schedule
     for step, window in windows:
         rate = _set_learning_rate(trainee.optimizer, schedule(step))
         terms = sum(trainee.family.num_terms(batch) for batch in window)
-        loss, norm = _gradients(trainee, window, step, terms)
+        loss, norm = _checked_gradients(trainee, window, step, terms)
         while not math.isfinite(norm):  # float16 gradients overflowed: redo this window at a smaller scale
             _shrink_scale(trainee, step)
-            loss, norm = _gradients(trainee, window, step, terms)
+            loss, norm = _checked_gradients(trainee, window, step, terms)
         trainee.scaler.step(trainee.optimizer)
         trainee.scaler.update()
         trainee.optimizer.zero_grad(set_to_none=True)
         yield StepReport(step + 1, loss, norm, rate, terms)
 
 
-def _gradients(trainee: Trainee, window: list[Batch], step: int, terms: int) -> tuple[float, float]:
-    """Accumulate the window's gradients, each summed loss divided by the window's count of terms; clip them."""
-    total = 0.0
+def gradients(trainee: Trainee, window: list[Batch], step: int, terms: int) -> tuple[Tensor, Tensor]:
+    """Accumulate the window's gradients, each summed loss divided by the window's count of terms; clip them.
+
+    Returns loss and gradient norm, both (). Nothing here waits for the device, so it runs on fake tensors too.
+    """
+    total = torch.zeros((), device=trainee.device)
     for index, batch in enumerate(window):
         torch.manual_seed(mix(trainee.seed, step, index))  # dropout
         with trainee.plan.step_context():
             loss = trainee.family.loss(trainee.model, to_device(batch, trainee.device)) / terms
-        total += loss.item()
-        if not math.isfinite(total):
-            raise _diverged(step, t(pt="a perda", en="the loss"))
+        total += loss.detach()
         trainee.scaler.scale(loss).backward()
     trainee.scaler.unscale_(trainee.optimizer)
-    limit = trainee.max_grad_norm or math.inf
-    return total, float(nn.utils.clip_grad_norm_(trainee.params, limit))
+    return total, nn.utils.clip_grad_norm_(trainee.params, trainee.max_grad_norm or math.inf)
+
+
+def _checked_gradients(trainee: Trainee, window: list[Batch], step: int, terms: int) -> tuple[float, float]:
+    total, norm = gradients(trainee, window, step, terms)
+    if not math.isfinite(total):
+        raise _diverged(step, t(pt="a perda", en="the loss"))
+    return float(total), float(norm)
 
 
 def _shrink_scale(trainee: Trainee, step: int) -> None:

@@ -67,8 +67,8 @@ EIGHT_BIT = {"adamw": "adamw8bit", **{name: name for name in ("adamw8bit", "page
 
 
 def resolve_name(settings: TrainingConfig) -> str:
-    """The optimizer in fact used: `use_8bit_optimizer` turns adamw into adamw8bit."""
-    if not settings.use_8bit_optimizer:
+    """The optimizer in fact used: `use_8bit_optimizer: yes` turns adamw into adamw8bit; auto is the planner's to settle."""
+    if settings.use_8bit_optimizer != "yes":
         return settings.optimizer
     if settings.optimizer in EIGHT_BIT:
         return EIGHT_BIT[settings.optimizer]

@@ -415,10 +415,10 @@ def quiet_libraries() -> None:
 def make_plan(training: TrainingConfig, precision: hardware.Precision, device: torch.device) -> MemoryPlan:
     """The techniques that the config asks for."""
     techniques: list[Technique] = []
-    if training.gradient_checkpointing:
+    if training.gradient_checkpointing != "no":
         techniques.append(GradientCheckpointing())
     if precision.compute != torch.float32:
         techniques.append(MixedPrecision("bf16" if precision.compute is torch.bfloat16 else "fp16", device.type))
-    if training.use_8bit_optimizer:
+    if training.use_8bit_optimizer == "yes":
         techniques.append(Optimizer8bit())
     return MemoryPlan(tuple(techniques))

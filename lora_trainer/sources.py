@@ -42,6 +42,8 @@ class Source:
     header: Header = field(default_factory=dict, repr=False)
     metadata: dict[str, str] = field(default_factory=dict, repr=False)
     hub_id: str | None = None
+    planning: bool = False
+    """Only the architecture is wanted: a folder of config files is enough, weights and tokenizer may be missing."""
 
     def config(self, sub: str) -> dict[str, Any] | None:
         """A config of a folder, None if absent: "unet", "vae", "scheduler", "model_index", "" for the root's."""
@@ -54,6 +56,8 @@ class Source:
         folder = self.path / sub
         names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         chosen = _choose_weights(names)
+        if chosen is None and self.planning:
+            return []
         if chosen is None:
             self._refuse_weights(folder, names)
         if not chosen.endswith(".json"):

@@ -144,18 +144,15 @@ class MemoryTracker(TorchDispatchMode):
             self.now -= life.size
 
     def mark(self, tensors: Iterable[Tensor], cause: str) -> None:
-        """Say what these tensors are; those not seen yet start to count now."""
+        """Say what these tensors are; those not seen yet start to count now, as device memory."""
         for tensor in tensors:
             self.add(tensor, cause)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        span = _Span(name, self._clock)
-        self._spans.append(span)
-        try:
-            yield
-        finally:
-            span.end = self._clock
+    def enter_phase(self, name: str) -> None:
+        """From now on, until the next call, is phase `name`."""
+        if self._spans:
+            self._spans[-1].end = self._clock
+        self._spans.append(_Span(name, self._clock))
 
     def mark_saved(self) -> None:
         """Everything of unknown cause that is alive now was kept for the backward pass: activations."""

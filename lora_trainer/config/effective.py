@@ -48,7 +48,7 @@ def write(loaded: Loaded, path: Path) -> None:
 
 def _value(value: Any, option: Option) -> str:
     """JSON is YAML that no reader takes for something else: text is always quoted."""
-    if isinstance(value, str) and value in option.choices:
+    if isinstance(value, str) and value in (*option.choices, "no" if option.kind == "share" else ""):
         value = option.word(value, "pt")
     text = json.dumps(_escaped(value), ensure_ascii=False)
     return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

@@ -42,6 +42,8 @@ class Sheet:
     problems: list[Problem] = field(default_factory=list)
     extends: list[tuple[str, Where]] = field(default_factory=list)
     section_places: dict[str, Where] = field(default_factory=dict)
+    families: dict[str, "Sheet"] = field(default_factory=dict)
+    """What the source says for bases of one family only; stronger than what it says for all."""
     broken: bool = False
     """Part of the source could not be read, so an option that seems missing may well be there."""
 

@@ -7,7 +7,7 @@ effective config, error messages) is derived from the declaration.
 import re
 import unicodedata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -42,6 +42,28 @@ def _boolean(value: Any) -> Any:
     if word in YES or word in NO:
         return word in YES
     raise PydanticCustomError("boolean", "expected true or false")
+
+
+def _switch(value: Any) -> Any:
+    """A boolean stands for yes or no: `auto` is the third word of what used to be true or false."""
+    return ("yes" if value else "no") if isinstance(value, bool) else value
+
+
+def _share(value: Any) -> Any:
+    """auto, no (= 0), yes (= 1), or a number from 0 to 1."""
+    word = value.strip().lower() if isinstance(value, str) else value
+    if word == "auto":
+        return word
+    if isinstance(word, bool) or word in YES | NO:
+        return 1.0 if word is True or word in YES else "no"
+    value = _number(value)
+    try:
+        share = float(value)
+    except (TypeError, ValueError):
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise PydanticCustomError("share", "expected auto, no or a number from 0 to 1")
+    return share or "no"
 
 
 def _number(value: Any) -> Any:
@@ -109,6 +131,10 @@ def _text(value: Any) -> Any:
 Boolean = Annotated[bool, BeforeValidator(_boolean), "boolean"]
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False), "number"]
 Integer = Annotated[int, BeforeValidator(_integer), "integer"]
+Switch = Annotated[Literal["auto", "yes", "no"], BeforeValidator(_switch)]
+"""The program decides, unless the user does."""
+Share = Annotated[float | Literal["auto", "no"], BeforeValidator(_share), "share"]
+"""A part of a whole, from 0 to 1; `no` is 0."""
 Resolution = Annotated[tuple[int, int], BeforeValidator(_resolution), "resolution"]
 Text = Annotated[str, BeforeValidator(_text), "text"]
 LocalPath = Annotated[str, BeforeValidator(_path), "local_path"]

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .. import plugins
 from . import names
 from .fields import NO, YES
 from .names import Option
-from .reading import EXTENDS, HOLDER_PREFIX
+from .reading import EXTENDS, FAMILIES, HOLDER_PREFIX
 from .schema import WORDS, Config
 
 DEFAULT_PATH = Path(__file__).parents[2] / "configs" / "schema.json"
@@ -32,13 +33,27 @@ def build() -> dict[str, Any]:
         "description": "Outro arquivo, ou lista de arquivos, de onde partir.\nAnother file, or files, to start from.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
+    definitions["family"] = {
+        "description": "O que vale só para bases desta família.\nWhat holds only for bases of this family.",
+        "type": ["object", "null"],
+        "additionalProperties": False,
+        "properties": dict(properties),
+    }
+    families = {
+        "description": "Seções por família do modelo base.\nSections by the base's family.",
+        "type": ["object", "null"],
+        "additionalProperties": False,
+        "properties": {
+            name: {"$ref": "#/definitions/family"} for name in plugins.available("lora_trainer.families")
+        },
+    }
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "lora-trainer",
         "type": "object",
         "additionalProperties": False,
         "patternProperties": {f"^{HOLDER_PREFIX}": {}},
-        "properties": properties | dict.fromkeys(EXTENDS, parents),
+        "properties": properties | dict.fromkeys(EXTENDS, parents) | dict.fromkeys(FAMILIES, families),
         "definitions": definitions,
     }
 
@@ -74,6 +89,9 @@ def _forms(option: Option) -> list[dict[str, Any]]:
         words = [*dict.fromkeys([*WORDS.get(option.name, {}), *option.choices])]
         booleans = [{"type": "boolean"}] if "no" in option.choices else []
         return [{"enum": words}, *booleans, _REFERENCE]
+    if option.kind == "share":
+        words = [*WORDS.get(option.name, {}), "auto", *sorted(YES | NO)]
+        return [{"type": "number", "minimum": 0, "maximum": 1}, {"enum": list(dict.fromkeys(words))}, _REFERENCE]
     if option.kind in ("integer", "number"):
         limits = {
             {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}.get(

@@ -21,9 +21,9 @@ from .schema import MOVED, WORDS, Config
 Key = tuple[str, str]
 """(section, option), in the English spelling."""
 
-KINDS = ("boolean", "number", "integer", "resolution", "text", "local_path", "path_or_hub")
+KINDS = ("boolean", "number", "integer", "resolution", "text", "local_path", "path_or_hub", "share")
 PATH_KINDS = ("local_path", "path_or_hub")
-NUMBER_KINDS = ("number", "integer", "resolution")
+NUMBER_KINDS = ("number", "integer", "resolution", "share")
 
 FOREIGN: dict[str, Key] = {
     "pretrained_model_name_or_path": ("model", "base_model"),
@@ -91,6 +91,20 @@ FOREIGN: dict[str, Key] = {
     "warmup_steps": ("training", "lr_warmup"),
     "warmup_ratio": ("training", "lr_warmup"),
     "loss_type": ("training", "loss"),
+    "blocks_to_swap": ("memory", "block_streaming"),
+    "block_swap": ("memory", "block_streaming"),
+    "layer_offload_fraction": ("memory", "block_streaming"),
+    "fp8_base": ("memory", "base_quantization"),
+    "load_in_4bit": ("memory", "base_quantization"),
+    "load_in_8bit": ("memory", "base_quantization"),
+    "quantize": ("memory", "base_quantization"),
+    "base_model_precision": ("memory", "base_quantization"),
+    "low_vram": ("memory", "preset"),
+    "lowram": ("memory", "preset"),
+    "fused_backward_pass": ("memory", "optimizer_in_backward"),
+    "cpu_offload_checkpointing": ("memory", "activation_offload"),
+    "vae_batch_size": ("memory", "vae_tiling"),
+    "enable_vae_tiling": ("memory", "vae_tiling"),
     "save_every_n_steps": ("output", "save_every"),
     "output_dir": ("output", "dir"),
     "output_name": ("output", "name"),
@@ -136,6 +150,8 @@ class Option:
     def allowed_words(self, lang: str) -> list[str]:
         if self.kind == "boolean":
             return ["sim", "não"] if lang == "pt" else ["yes", "no"]
+        if self.kind == "share":
+            return ["auto", self.word("no", lang)]
         return [self.word(choice, lang) for choice in self.choices]
 
     def word(self, choice: Any, lang: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from .. import plugins
 from ..errors import language, t
 from . import names
 from .entries import Entry, Sheet, add, complain, is_null, pairs, unknown, where_of
@@ -17,6 +18,8 @@ from .values import convert
 from .yaml_text import compose
 
 EXTENDS = ("herda", "extends")
+FAMILIES = ("familias", "families")
+"""Top-level key whose sections hold for bases of one family: `familias: {sdxl: {dados: {resolucao: 1024}}}`."""
 HOLDER_PREFIX = "x-"
 """Top-level keys `x-…` hold anchors for reuse and set nothing."""
 
@@ -66,6 +69,8 @@ def _read_root(root: yaml.MappingNode, sheet: Sheet) -> None:
         section = names.find_section(name)
         if name in EXTENDS:
             _read_extends(key, value, sheet)
+        elif name in FAMILIES:
+            _read_families(key, value, sheet)
         elif section:
             _read_section(section, key, value, sheet)
         elif not name.startswith(HOLDER_PREFIX) and not inherited:
@@ -86,6 +91,42 @@ def _read_extends(key: yaml.ScalarNode, value: yaml.Node, sheet: Sheet) -> None:
         )
         return
     sheet.extends = [(node.value.strip(), where_of(node, sheet)) for node in nodes]
+
+
+def _read_families(key: yaml.ScalarNode, value: yaml.Node, sheet: Sheet) -> None:
+    if sheet.families or not (isinstance(value, yaml.MappingNode) or is_null(value)):
+        complain(
+            sheet,
+            where_of(key, sheet),
+            t(
+                pt=f"`{key.value}` espera famílias com suas seções abaixo, uma só vez",
+                en=f"`{key.value}` wants families with their sections below, once",
+            ),
+            "familias: {sdxl: {dados: {resolucao: 1024}}}",
+        )
+        return
+    known = plugins.available("lora_trainer.families")
+    for name, body, _ in pairs(value, sheet) if isinstance(value, yaml.MappingNode) else ():
+        if name.value not in known:
+            message = t(pt=f"não conheço a família `{name.value}`", en=f"unknown family `{name.value}`")
+            complain(sheet, where_of(name, sheet), message, t(pt="famílias: ", en="families: ") + ", ".join(known))
+        elif isinstance(body, yaml.MappingNode):
+            sheet.families[name.value] = _read_family(body, sheet)
+
+
+def _read_family(body: yaml.MappingNode, sheet: Sheet) -> Sheet:
+    """A sheet of its own; what is wrong in it counts whichever family the base turns out to be."""
+    inner = Sheet(sheet.source)
+    for key, value, inherited in pairs(body, inner):
+        section = names.find_section(key.value)
+        if section:
+            _read_section(section, key, value, inner)
+        elif not inherited:
+            unknown(inner, where_of(key, inner), key.value, None)
+    sheet.problems += inner.problems
+    sheet.broken |= inner.broken
+    inner.problems = []
+    return inner
 
 
 def _read_section(section: str, key: yaml.ScalarNode, value: yaml.Node, sheet: Sheet) -> None:

@@ -90,7 +90,7 @@ _CONFLICTS = (
     _Conflict(
         ("training", "use_8bit_optimizer"),
         ("training", "optimizer"),
-        lambda c: c.training.use_8bit_optimizer and c.training.optimizer not in WITH_8BIT,
+        lambda c: c.training.use_8bit_optimizer == "yes" and c.training.optimizer not in WITH_8BIT,
         (
             "o otimizador `{c.training.optimizer}` não tem versão de 8 bits",
             "the optimizer `{c.training.optimizer}` has no 8-bit version",
@@ -99,6 +99,36 @@ _CONFLICTS = (
             f"use um destes: {', '.join(WITH_8BIT)}; ou apague `{{first}}`",
             f"use one of: {', '.join(WITH_8BIT)}; or delete `{{first}}`",
         ),
+    ),
+    _Conflict(
+        ("memory", "block_streaming"),
+        ("training", "gradient_checkpointing"),
+        lambda c: isinstance(c.memory.block_streaming, float) and c.training.gradient_checkpointing == "no",
+        (
+            "`{first}` precisa de `{second}`: sem ele, os pesos trazidos ficariam na placa até o passo de volta",
+            "`{first}` needs `{second}`: without it, the weights brought in would stay until the backward pass",
+        ),
+        ("use `{second}: auto`, ou `{first}: nao`", "use `{second}: auto`, or `{first}: no`"),
+    ),
+    _Conflict(
+        ("memory", "optimizer_in_backward"),
+        ("training", "gradient_accumulation_steps"),
+        lambda c: c.memory.optimizer_in_backward == "yes" and c.training.gradient_accumulation_steps > 1,
+        (
+            "`{first}` não anda com `{second}` maior que 1: o peso mudaria a cada micro-lote",
+            "`{first}` excludes `{second}` above 1: the weight would change at every micro-batch",
+        ),
+        ("use `{second}: 1` ou apague `{first}`", "use `{second}: 1` or delete `{first}`"),
+    ),
+    _Conflict(
+        ("memory", "optimizer_in_backward"),
+        ("training", "max_grad_norm"),
+        lambda c: c.memory.optimizer_in_backward == "yes" and c.training.max_grad_norm > 0,
+        (
+            "`{first}` não anda com o corte de gradiente, que só se calcula com todos os gradientes à mão",
+            "`{first}` excludes gradient clipping, which needs all gradients at once",
+        ),
+        ("use `{second}: 0` ou apague `{first}`", "use `{second}: 0` or delete `{first}`"),
     ),
     _Conflict(
         ("output", "dir"),

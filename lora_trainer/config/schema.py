@@ -7,7 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from .fields import Boolean, Integer, LocalPath, Number, PathOrHub, Resolution, Section, Text, option, section
+from .fields import Boolean, Integer, LocalPath, Number, PathOrHub, Resolution, Section, Share, Switch, Text, option, section
+
+_YES_NO = {"sim": "yes", "nao": "no", "não": "no"}
+_NO = {"nao": "no", "não": "no"}
 
 WORDS: dict[str, dict[str, str]] = {
     "lora_targets": {"atencao": "attention", "atencao+mlp": "attention+mlp", "tudo": "all"},
@@ -18,6 +21,17 @@ WORDS: dict[str, dict[str, str]] = {
     "crop": {"centro": "center", "aleatorio": "random"},
     "mask": {"nao": "no", "não": "no", "alfa": "alpha", "arquivos": "files"},
     "cache_text_encoder": {"sim": "yes", "nao": "no", "não": "no"},
+    "gradient_checkpointing": _YES_NO,
+    "use_8bit_optimizer": _YES_NO,
+    "preset": {"nenhum": "none", "nao": "none", "não": "none", "no": "none"},
+    "base_quantization": _NO,
+    "block_streaming": _NO,
+    "activation_offload": _YES_NO,
+    "optimizer_in_backward": _YES_NO,
+    "vae_tiling": _YES_NO,
+    "text_quantization": _NO,
+    "text_streaming": _YES_NO,
+    "mapped_master": _YES_NO,
     "lr_scheduler": {
         "constante": "constant",
         "cosseno": "cosine",
@@ -222,15 +236,15 @@ class TrainingConfig(Section):
     mixed_precision: Literal["auto", "fp16", "bf16", "no"] = option(
         "auto", pt="precisao_mista",
         doc_pt="Precisão do cálculo; auto escolhe pela placa.", doc_en="Compute precision; auto chooses by the card.")
-    gradient_checkpointing: Boolean = option(
-        True, pt="checkpoint_gradiente",
-        doc_pt="Recalcula ativações no passo de volta para economizar memória.",
-        doc_en="Recompute activations in the backward pass to save memory.")
+    gradient_checkpointing: Switch = option(
+        "auto", pt="checkpoint_gradiente",
+        doc_pt="Recalcula ativações no passo de volta para economizar memória; auto: se o plano precisar.",
+        doc_en="Recompute activations in the backward pass to save memory; auto: if the plan needs it.")
     optimizer: Optimizer = option("adamw", pt="otimizador", doc_pt="Otimizador.", doc_en="Optimizer.")
-    use_8bit_optimizer: Boolean = option(
-        False, pt="use_otimizador_8bit",
-        doc_pt="Usa a versão de 8 bits do otimizador (bitsandbytes).",
-        doc_en="Use the 8-bit version of the optimizer (bitsandbytes).")
+    use_8bit_optimizer: Switch = option(
+        "auto", pt="use_otimizador_8bit",
+        doc_pt="Usa a versão de 8 bits do otimizador (bitsandbytes); auto: se o plano precisar.",
+        doc_en="Use the 8-bit version of the optimizer (bitsandbytes); auto: if the plan needs it.")
     weight_decay: Number = option(
         0.01, pt="decaimento_pesos", ge=0, doc_pt="Decaimento dos pesos.", doc_en="Weight decay.")
     betas: list[Number] | None = option(
@@ -297,6 +311,56 @@ class SystemConfig(Section):
         doc_pt="Linhas de execução da CPU. Sem valor: as do PyTorch.", doc_en="CPU threads. Unset: PyTorch's choice.")
 
 
+class MemoryConfig(Section):
+    preset: Literal["auto", "none", "4gb", "6gb", "8gb", "12gb", "24gb"] = option(
+        "auto", pt="preset",
+        doc_pt="Conjunto pronto para o tamanho da placa; auto escolhe pela memória livre, nenhum não usa.",
+        doc_en="Ready-made settings for a card size; auto chooses by free memory, none uses none.")
+    vram: Number | None = option(
+        None, pt="vram", gt=0.5, le=1024,
+        doc_pt="GiB da placa para este processo, contexto CUDA incluído (--vram). Sem valor: o que está livre.",
+        doc_en="GiB of the card for this process, CUDA context included (--vram). Unset: what is free.")
+    ram: Number | None = option(
+        None, pt="ram", gt=0, le=65536,
+        doc_pt="GiB de RAM que podem ser usados. Sem valor: a RAM livre menos uma reserva.",
+        doc_en="GiB of host RAM that may be used. Unset: free RAM less a reserve.")
+    base_quantization: Literal["auto", "no", "nf4", "int8", "fp8"] = option(
+        "auto", pt="quantizacao_base",
+        doc_pt="Como o modelo base congelado é guardado: nao (16 bits), fp8, int8 ou nf4 (4 bits).",
+        doc_en="How the frozen base is stored: no (16 bits), fp8, int8 or nf4 (4 bits).")
+    block_streaming: Share = option(
+        "auto", pt="streaming_blocos",
+        doc_pt="Parte dos blocos do modelo base que fica na RAM e vem à placa quando é usada: nao ou de 0 a 1.",
+        doc_en="Share of the base's blocks kept in RAM and brought to the card when used: no, or 0 to 1.")
+    activation_offload: Switch = option(
+        "auto", pt="descarga_ativacoes",
+        doc_pt="Guarda na RAM as ativações dos checkpoints de gradiente.",
+        doc_en="Keep the activations of gradient checkpoints in RAM.")
+    optimizer_in_backward: Switch = option(
+        "no", pt="otimizador_no_backward",
+        doc_pt="Atualiza cada peso assim que seu gradiente existe; sem acumulação e sem corte de gradiente.",
+        doc_en="Step each weight as soon as its gradient exists; without accumulation and without clipping.")
+    vae_tiling: Switch = option(
+        "auto", pt="vae_em_blocos",
+        doc_pt="Codifica e decodifica imagens em blocos.", doc_en="Encode and decode images in tiles.")
+    text_quantization: Literal["auto", "no", "nf4", "int8"] = option(
+        "auto", pt="quantizacao_texto",
+        doc_pt="Como os codificadores de texto são guardados ao codificar as legendas: nao, int8 ou nf4.",
+        doc_en="How text encoders are stored while captions are encoded: no, int8 or nf4.")
+    text_streaming: Switch = option(
+        "auto", pt="streaming_texto",
+        doc_pt="Os codificadores de texto vêm à placa camada por camada.",
+        doc_en="Text encoders come to the card layer by layer.")
+    mapped_master: Switch = option(
+        "auto", pt="mestre_em_disco",
+        doc_pt="Com pouca RAM, a cópia de onde os blocos vêm é um arquivo mapeado em disco.",
+        doc_en="With little RAM, the copy that blocks are streamed from is a file mapped from disk.")
+    profile: Boolean = option(
+        False, pt="perfil",
+        doc_pt="Grava um perfil de memória e tempo na pasta da execução.",
+        doc_en="Write a profile of memory and time into the run folder.")
+
+
 class OutputConfig(Section):
     name: Text | None = option(
         None, pt="nome", doc_pt="Nome do LoRA. Sem valor: o do arquivo de configuração.",
@@ -345,6 +409,7 @@ class Config(Section):
     data: DataConfig = section(DataConfig, pt="dados", doc_pt="Imagens e legendas.", doc_en="Images and captions.")
     training: TrainingConfig = section(TrainingConfig, pt="treino", doc_pt="O treino.", doc_en="The training.")
     system: SystemConfig = section(SystemConfig, pt="sistema", doc_pt="A máquina.", doc_en="The machine.")
+    memory: MemoryConfig = section(MemoryConfig, pt="memoria", doc_pt="A memória.", doc_en="The memory.")
     output: OutputConfig = section(OutputConfig, pt="saida", doc_pt="O que é gravado.", doc_en="What is written.")
     samples: SamplesConfig = section(SamplesConfig, pt="amostras", doc_pt="Amostras.", doc_en="Previews.")
 

@@ -42,7 +42,7 @@ Array = NDArray[np.float32]
 
 @cache
 def _template(radius: float) -> tuple[Array, Array]:
-    """Emblem at one size: colours (h, w, 3) and mask (h, w) with a weight of 1 inside, 0 outside, cropped to the mask."""
+    """Emblem at one size: colours (h, w, 3) and mask (h, w), 1 inside and 0 outside, cropped to the mask."""
     middle = draw.SIZE / 2
     on_black, on_white = (
         np.asarray(draw.concept_picture((v, v, v), middle, middle, radius), dtype=np.float32) for v in (0, 255)

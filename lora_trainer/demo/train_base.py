@@ -1,14 +1,15 @@
 """Train the demo base: a Stable Diffusion of a few million parameters that draws coloured shapes.
 
 The idea: real classes at tiny size. An `AutoencoderKL` (factor 4), a `CLIPTextModel` with a tokenizer of its own and a
-`UNet2DConditionModel` are trained on procedural drawings (`draw.py`) in about an hour on two CPU cores, and saved as a
+`UNet2DConditionModel` are trained on procedural drawings (`draw.py`) in under an hour on two CPU cores, and saved as a
 `StableDiffusionPipeline` folder that every tool reads as it reads Stable Diffusion 1.5: epsilon prediction, the same
-noise schedule, latents scaled by 0.18215. Training lasts a given time rather than a number of steps, since the machines
-differ; the learning rate follows the share of that time that has passed. The weights kept are an exponential moving average.
+noise schedule, latents scaled by 0.18215. Training lasts a given time rather than a number of steps, since machines
+differ, and goes on from the last state in `--work`. The weights kept are an exponential moving average.
 
     OMP_WAIT_POLICY=PASSIVE python -m lora_trainer.demo.train_base --out lora_trainer/demo/base
 
-Left out: a perceptual or adversarial VAE loss (flat drawings do not need it), data loading (all latents fit in memory).
+Left out: training the encoder (`vae_start.py` sets it), a perceptual or adversarial loss for the decoder (flat drawings
+do not need it), data loading (all latents fit in memory).
 """
 
 from __future__ import annotations
@@ -161,9 +162,9 @@ def encode(vae: AutoencoderKL, pixels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whiten(vae: AutoencoderKL, pixels: Tensor) -> None:
-    """Fold a scale and an offset into the VAE's 1x1 convolutions, so that scaled latents have mean 0 and about unit deviation.
+    """Fold a scale and an offset into the VAE's 1x1 convolutions, so that scaled latents have mean 0 and deviation 1.
 
-    With m the mean of a channel and s its wanted deviation over the present one: encode to (z - m) s, decode from z / s + m.
+    With m the mean of a channel and s its wanted deviation over the present one, z becomes (z - m) s.
     """
     latents = encode(vae, pixels)
     mean = latents.mean((0, 2, 3))
@@ -251,7 +252,10 @@ def grid(pipe: StableDiffusionPipeline, path: Path, prompts: tuple[str, ...] = G
 def train_unet(
     pipe: StableDiffusionPipeline, latents: Tensor, captions: list[str], minutes: float, work: Path, batch: int = 32
 ) -> None:
-    """Epsilon prediction, UNet and text encoder together; `latents` (N, 4, h, w) are scaled. Leaves the average in `pipe`."""
+    """Epsilon prediction, UNet and text encoder together; `latents` (N, 4, h, w) are scaled.
+
+    Leaves the averaged weights in `pipe`.
+    """
     ids = pipe.tokenizer(captions, padding="max_length", max_length=MAX_LENGTH, truncation=True, return_tensors="pt")
     ids = ids.input_ids  # (N, 77)
     pipe.unet.to(memory_format=torch.channels_last)  # this and the plain attention make a step a third faster here
@@ -311,6 +315,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    torch.set_flush_denormal(True)
     torch.manual_seed(0)
     args.work.mkdir(parents=True, exist_ok=True)
     rng = Random(0)

@@ -1,10 +1,10 @@
 """Set an autoencoder to average pooling, so that only its decoder needs training, and that for minutes.
 
 A VAE started at random spends most of its time learning to carry plain colours through its group normalisations, which
-take out the very mean and scale that a flat colour is. Here the residual branches are zero and the skip paths are set so
-that the encoder averages each 4x4 patch into three latent channels (red, green, blue), the fourth being a difference
-along the patch's diagonal, and the decoder repeats the colours; what is left to learn are the edges. Two tricks make the
-last normalisation and its SiLU nearly linear:
+take out the very mean and scale that a flat colour is. Here the residual branches are zero and the skip paths are set
+so that the encoder averages each 4x4 patch into three latent channels (red, green, blue), the fourth being a difference
+along the patch's diagonal, and the decoder repeats the colours; what is left to learn are the edges. Two tricks make
+the last normalisation and its SiLU nearly linear:
 
 - each group holds the constants +C and -C, which dominate its variance, so that the division is by a constant;
 - each signal s goes in as s and -s, for silu(s) - silu(-s) = s.

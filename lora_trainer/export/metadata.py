@@ -92,7 +92,7 @@ def _training(config: Config, facts: RunFacts) -> dict[str, Any]:
         "ss_optimizer": training.optimizer,
         "ss_lr_scheduler": training.lr_scheduler,
         "ss_mixed_precision": training.mixed_precision,
-        "ss_gradient_checkpointing": training.gradient_checkpointing,
+        "ss_gradient_checkpointing": training.gradient_checkpointing != "no",
         "ss_max_grad_norm": training.max_grad_norm,
         "ss_loss_type": training.loss,
         "ss_min_snr_gamma": training.min_snr_gamma,

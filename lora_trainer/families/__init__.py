@@ -1,5 +1,7 @@
 """Model families, found by file name. `resolve` picks the one that a base belongs to."""
 
+from dataclasses import replace
+
 from .. import plugins
 from ..config.schema import DataConfig, ModelConfig
 from ..errors import ConfigError, SourceError, t
@@ -10,9 +12,12 @@ from ._refusal import refusal
 PACKAGE = "lora_trainer.families"
 
 
-def resolve(model: ModelConfig, data: DataConfig) -> Family:
-    """Open the base and check it against `modelo.familia`; a mismatch is an error, never a silent choice."""
-    if not model.base_model:
+def resolve(model: ModelConfig, data: DataConfig, *, planning: bool = False) -> Family:
+    """Open the base and check it against `modelo.familia`; a mismatch is an error, never a silent choice.
+
+    `planning`: a folder of config files will do, and without any base the architecture that we ship for the family.
+    """
+    if not model.base_model and not (planning and model.family != "auto"):
         raise ConfigError(
             t(pt="falta modelo.modelo_base", en="model.base_model is missing"),
             t(
@@ -27,7 +32,8 @@ def resolve(model: ModelConfig, data: DataConfig) -> Family:
             t(pt=f"use auto ou uma destas: {', '.join(names)}", en=f"use auto or one of: {', '.join(names)}"),
             "modelo.familia",
         )
-    source = open_source(model.base_model)
+    base = model.base_model or str(family_class(model.family).shipped_architecture())
+    source = replace(open_source(base), planning=planning)
     chosen = _recognised(source, names)
     if chosen is None:
         raise refusal(source)

@@ -8,6 +8,7 @@ that the module path of an adapter is already its key in a diffusers file.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -76,6 +77,11 @@ class Family(ABC):
     @abstractmethod
     def recognise(cls, source: Source) -> float:
         """Confidence in [0, 1] that the source is of this family, from header or config.json alone."""
+
+    @classmethod
+    @abstractmethod
+    def shipped_architecture(cls) -> Path:
+        """A folder of config files that stands for the family's usual base, for planning without one."""
 
     @classmethod
     @abstractmethod

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from diffusers import DDIMScheduler
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ._base import Example, Sampling
 
@@ -60,16 +61,17 @@ def _denoise(
     negative: Example,
     sampling: Sampling,
 ) -> Tensor:
-    scheduler = make_scheduler(family, family.zero_terminal_snr)
-    scheduler.set_timesteps(sampling.steps, device=x_t.device)
+    with unset_fake_temporarily():  # its timesteps decide the flow, so they are real in a simulation too
+        scheduler = make_scheduler(family, family.zero_terminal_snr)
+        scheduler.set_timesteps(sampling.steps)
     both = {name: torch.cat([value, negative[name]]) for name, value in positive.items()}
-    for timestep in scheduler.timesteps:
+    for timestep in scheduler.timesteps.tolist():
         if sampling.guidance > 1:
-            predicted = family.predict(model, x_t.repeat(2, 1, 1, 1), timestep.expand(2 * len(x_t)), both).float()
+            predicted = family.predict(model, x_t.repeat(2, 1, 1, 1), torch.full((2 * len(x_t),), timestep, device=x_t.device), both).float()
             with_prompt, without = predicted.chunk(2)
             predicted = without + sampling.guidance * (with_prompt - without)
         else:
-            predicted = family.predict(model, x_t, timestep.expand(len(x_t)), positive).float()
+            predicted = family.predict(model, x_t, torch.full((len(x_t),), timestep, device=x_t.device), positive).float()
         x_t = cast(Tensor, scheduler.step(predicted, timestep, x_t).prev_sample)
     return x_t
 

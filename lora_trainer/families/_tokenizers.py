@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import transformers.utils.logging
-from transformers import CLIPTokenizer
+from transformers import BatchEncoding, CLIPTokenizer
 
 from ..demo.tokenizer import vocabulary
 from ..errors import SourceError, t
@@ -40,8 +40,25 @@ HUB_PLACES = (
 )
 
 
-def find_tokenizer(source: Source, folder: str | None, sub: str, standard: Mapping[str, Any]) -> CLIPTokenizer:
+class EmptyTokenizer:
+    """Stands for CLIP's where only shapes are wanted: every text is empty."""
+
+    bos_token_id, eos_token_id, pad_token_id = 49406, 49407, 49407
+
+    def __len__(self) -> int:
+        return 1
+
+    def __call__(self, text: str, **options: Any) -> BatchEncoding:
+        return BatchEncoding({"input_ids": []})
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+
+def find_tokenizer(source: Source, folder: str | None, sub: str, standard: Mapping[str, Any]) -> Any:
     """The tokenizer of a base; `sub` is its name in a diffusers folder, `standard` the family's tokenizer_config."""
+    if source.planning:
+        return EmptyTokenizer()
     if folder is not None:
         return _load(_vocabulary_folder(Path(folder), sub), standard)
     if source.kind == "folder" and _is_vocabulary(source.path / sub):
@@ -54,7 +71,7 @@ def find_tokenizer(source: Source, folder: str | None, sub: str, standard: Mappi
     return _from_texts(*vocabulary_texts(packaged), standard)
 
 
-def fingerprint(tokenizer: CLIPTokenizer) -> str:
+def fingerprint(tokenizer: Any) -> str:
     """Changes with the vocabulary or the padding."""
     content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.pad_token_id])
     return hashlib.sha256(content.encode()).hexdigest()

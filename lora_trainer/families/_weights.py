@@ -136,8 +136,15 @@ class Component:
         """Host memory that `load` needs, but for one tensor."""
         return sum(value.numel() for value in self.skeleton().state_dict().values()) * dtype.itemsize
 
+    @property
+    def has_weights(self) -> bool:
+        """False where only the architecture is known, for planning."""
+        return bool(self.weights.header)
+
     def used_keys(self) -> set[str]:
         """Keys of the file that `load` reads. SourceError when one is missing or of another shape."""
+        if not self.has_weights:
+            return set()
         pieces = find_pieces(self, self.skeleton())
         scales = {self.weights.scale_of(p.key) for p in pieces.values() if self.weights.header[p.key].dtype in FP8}
         return {piece.key for piece in pieces.values()} | {scale for scale in scales if scale}
@@ -175,11 +182,12 @@ def load_all(
     gets each weight through it; one with a `home` device gets its weights there instead of on `device`.
     """
     model = nn.ModuleDict({name: components[name].skeleton() for name in names})
-    pieces = {name: find_pieces(components[name], module) for name, module in model.items()}
+    reads = device.type != "meta"
+    pieces = {name: find_pieces(components[name], module) for name, module in model.items()} if reads else {}
     nn.Module.to(model, dtype)  # not diffusers' own `to`, which warns of nothing
     if prepare is not None:
         prepare(model)
-    if device.type != "meta":
+    if reads:
         for name, module in model.items():
             components[name].fill(module, pieces[name], device, dtype)
     return model.eval()

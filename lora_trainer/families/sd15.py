@@ -8,6 +8,7 @@ of OpenCLIP's, which its files hold as the last.
 import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -49,6 +50,10 @@ class SD15(DiffusionFamily):
     @classmethod
     def recognise(cls, source: Source) -> float:
         return 1.0 if source.looks_like() in RELEASES else 0.0
+
+    @classmethod
+    def shipped_architecture(cls) -> Path:
+        return _architecture.ARCH / "sd1"
 
     @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int = 75) -> "SD15":

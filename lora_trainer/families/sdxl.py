@@ -8,6 +8,7 @@ diffusers' order: original height and width, crop top and left, target height an
 import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -51,6 +52,10 @@ class SDXL(DiffusionFamily):
     @classmethod
     def recognise(cls, source: Source) -> float:
         return 1.0 if source.looks_like() is Kind.SDXL else 0.0
+
+    @classmethod
+    def shipped_architecture(cls) -> Path:
+        return _architecture.ARCH / "sdxl"
 
     @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int = 75) -> "SDXL":

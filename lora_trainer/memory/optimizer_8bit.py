@@ -20,7 +20,7 @@ class Optimizer8bit(OptimizerTechnique):
     paged: bool = False
 
     def build(self, groups: Groups, settings: TrainingConfig) -> torch.optim.Optimizer:
-        name = resolve_name(settings.model_copy(update={"use_8bit_optimizer": True}))
+        name = resolve_name(settings.model_copy(update={"use_8bit_optimizer": "yes"}))
         if self.paged and name == "adamw8bit":
             name = "pagedadamw8bit"
         return build_optimizer(groups, settings.model_copy(update={"optimizer": name}))

@@ -20,7 +20,11 @@ CHOSEN: dict[str, Any] = {
     "cache_text_encoder": "yes",
     "mask": "files",
     "prediction_type": "v_prediction",
-    "use_8bit_optimizer": True,
+    "use_8bit_optimizer": "yes",
+    "optimizer_in_backward": "auto",  # yes contradicts clipping
+    "block_streaming": 0.25,
+    "gradient_checkpointing": "yes",
+    "vram": 6.0,
     "optimizer": "lion8bit",
     "betas": [0.8, 0.9],
     "optimizer_args": {"a": "1e-4", "b": 1e-4, "c": [1, "${x}"], "d": {"e": None, "f": False}},

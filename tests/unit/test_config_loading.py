@@ -100,7 +100,7 @@ def test_words_in_both_languages(folder: Path) -> None:
     config = load(path, ["modelo.alvos_lora=atenção+mlp"]).config
     assert (config.data.cache_text_encoder, config.data.mask, config.data.crop) == ("yes", "no", "random")
     assert (config.training.mixed_precision, config.training.lr_scheduler) == ("no", "cosine")
-    assert config.training.gradient_checkpointing is False
+    assert config.training.gradient_checkpointing == "no"
     assert config.training.optimizer == "adamw8bit"
     assert config.model.lora_targets == "attention+mlp"
 

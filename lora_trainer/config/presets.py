@@ -1,0 +1,70 @@
+"""Ready-made settings for a card size: which files there are, and what of them holds for a base.
+
+A preset is a config file like any other, presets/8gb.yaml; it lies between the defaults and the user's file. Its
+`familias:` sections need the base's family, which the base's header tells without torch.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from .. import plugins
+from ..errors import ConfigError, t
+from .entries import Entry, Sheet
+from .names import Key, options
+
+FOLDER = Path(__file__).parents[2] / "presets"
+
+TOGETHER: tuple[frozenset[Key], ...] = (
+    frozenset({("training", "batch_size"), ("training", "gradient_accumulation_steps")}),
+)
+"""Options that mean something only side by side. Who writes one of them means the other to be its default, not the
+preset's: `tamanho_lote: 2` is an effective batch of 2."""
+
+_FAMILY_OF_KIND = {"sd1": "sd15", "sd2": "sd15"}
+"""Where a family's name is not its kind's."""
+
+
+def names() -> tuple[str, ...]:
+    """From the smallest card to the largest: "4gb", …"""
+    return tuple(choice for choice in options()["memory", "preset"].choices if choice not in ("auto", "none"))
+
+
+def path_of(name: str) -> Path:
+    """Raises ConfigError when the preset's file is missing."""
+    path = FOLDER / f"{name}.yaml"
+    if not path.is_file():
+        raise ConfigError(
+            t(pt=f"falta o arquivo do preset {name}: {path}", en=f"the file of preset {name} is missing: {path}"),
+            t(pt="use --preset nenhum, ou baixe o programa de novo", en="use --preset none, or download again"),
+        )
+    return path
+
+
+def size_gib(name: str) -> int:
+    """GiB of the card the preset is made for."""
+    return int(name.removesuffix("gb"))
+
+
+def family_of(base_model: str | None, family: str) -> str | None:
+    """The family as written, else as the base's header or config tells it. Raises SourceError for a broken base."""
+    if family != "auto" or not base_model:
+        return None if family == "auto" else family
+    from ..sources import open_source
+
+    kind = open_source(base_model).looks_like().value
+    name = _FAMILY_OF_KIND.get(kind, kind)
+    return name if name in plugins.available("lora_trainer.families") else None
+
+
+def flatten(sheets: Sequence[Sheet], family: str | None) -> Iterator[Sheet]:
+    """Every sheet, followed by what it says for the family."""
+    for sheet in sheets:
+        yield sheet
+        if family in sheet.families:
+            yield sheet.families[family]
+
+
+def without_halves(preset: Mapping[Key, Entry], written: Mapping[Key, Entry]) -> dict[Key, Entry]:
+    """The preset's entries, less those that the user's own ones would turn into something else."""
+    broken = {key for group in TOGETHER if group & set(written) for key in group}
+    return {key: entry for key, entry in preset.items() if key not in broken}

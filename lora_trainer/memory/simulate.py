@@ -1,0 +1,235 @@
+"""Peak memory of a run before it starts: the real code of every phase, run on fake tensors, watched by the tracker.
+
+Nothing here is a formula for what can be run. The family builds its modules on meta, the plan's techniques change them
+as they would, every parameter becomes a fake tensor, and two real optimizer steps are made. Under a CPU-only PyTorch the
+fake tensors are "cpu" ones (SDPA then takes its fused kernel, as on a card); on a CUDA build they are "cuda" ones.
+What a tracker cannot see (CUDA context, workspaces, fragmentation) is allowance.py's business.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .. import adapters, loop, optimizers
+from ..config.schema import Config
+from ..families._base import Batch, Family, Framing, Sampling
+from ..tracker import MemoryTracker, PhasePeak, host_memory
+from ._base import MemoryPlan, Technique
+
+TRAINING_PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes by phase; FLOPs and transferred bytes of one optimizer step."""
+
+    phases: dict[str, PhasePeak]
+    flops: int
+    transferred: int
+
+    @property
+    def peak(self) -> int:
+        """The run's highest device total, in bytes."""
+        return max(phase.total for phase in self.phases.values())
+
+    @property
+    def worst_phase(self) -> str:
+        return max(self.phases, key=lambda name: self.phases[name].total)
+
+    @property
+    def host(self) -> int:
+        return max(phase.host for phase in self.phases.values())
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The worst batch of the run: pixels as (width, height), and what surrounds a step."""
+
+    batch_size: int
+    resolution: tuple[int, int]
+    accumulation: int = 1
+    previews: bool = True
+    validation: bool = False
+    preview_resolution: tuple[int, int] | None = None
+
+
+def simulation_device() -> torch.device:
+    """Where fake tensors live: "cuda" aborts in the backward pass of a CPU-only build."""
+    return torch.device("cuda" if torch.version.cuda and torch.cuda.is_available() else "cpu")
+
+
+def simulate_training(family: Family, config: Config, dtype: torch.dtype, plan: MemoryPlan, shape: Shape) -> Prediction:
+    """Load, forward, backward, optimizer, then validation, preview and save as far as `shape` has them."""
+    device = simulation_device()
+    model, adapter = _meta_model(family, config, dtype, plan)
+    vae = family.load_vae(torch.device("meta"), dtype) if shape.previews else None
+    batch = family.example_batch(shape.batch_size, shape.resolution)
+    with _simulation() as tracker:
+        tracker.enter_phase("load")
+        make_fake(model, device, tracker)
+        plan.wrap(model, family.blocks(model))
+        trainee = _trainee(family, config, model, adapter, plan, device, tracker)
+        window = [_fake_batch(batch, device)] * min(shape.accumulation, 2)
+        for _ in range(2):
+            tracker.flops = tracker.transferred = 0
+            _step(trainee, window, tracker)
+        cost = (tracker.flops, tracker.transferred)
+        model.eval()
+        with torch.no_grad():
+            if shape.validation:
+                tracker.enter_phase("validation")
+                with trainee.plan.quiet_context():
+                    family.loss(model, window[0])
+            if vae is not None:
+                tracker.enter_phase("preview")
+                _preview(family, model, vae, trainee.plan, shape, tracker)
+                del vae
+            tracker.enter_phase("save")
+            with trainee.plan.quiet_context():
+                family.probe(model)
+        phases = tracker.peaks()
+    scale = shape.accumulation / len(window)
+    return Prediction(phases, int(cost[0] * scale), int(cost[1] * scale))
+
+
+def simulate_caching(family: Family, dtype: torch.dtype, resolution: tuple[int, int]) -> Prediction:
+    """The caching phase: text encoders on one caption, then the VAE on one image."""
+    device, meta = simulation_device(), torch.device("meta")
+    encoders: nn.ModuleDict | None = family.load_text_encoders(meta, dtype)
+    vae = family.load_vae(meta, dtype)
+    with _simulation() as tracker, torch.no_grad():
+        tracker.enter_phase("text cache")
+        assert encoders is not None
+        make_fake(encoders, device, tracker)
+        family.encode_text(encoders, [""])
+        encoders = None
+        tracker.enter_phase("latent cache")
+        make_fake(vae, device, tracker)
+        width, height = resolution
+        pixels = torch.empty(1, 3, height, width, dtype=family.vae_dtype(dtype), device=device)
+        family.encode_image(vae, pixels, [Framing(resolution, (0, 0), resolution)])
+        phases = tracker.peaks()
+    return Prediction(phases, tracker.flops, tracker.transferred)
+
+
+@contextmanager
+def _simulation() -> Iterator[MemoryTracker]:
+    """Fake tensors, a tracker, and the caller's random state untouched."""
+    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
+        with MemoryTracker() as tracker:
+            yield tracker
+
+
+def _meta_model(
+    family: Family, config: Config, dtype: torch.dtype, plan: MemoryPlan
+) -> tuple[nn.ModuleDict, adapters.Adapter]:
+    """The model as run.py builds it, on meta: `Module.to` and peft's injection fail on fake parameters."""
+    meta = torch.device("meta")
+    with_text = config.model.train_text_encoder or config.data.cache_text_encoder == "no"
+    model = family.load_model(meta, dtype, with_text=with_text, prepare=lambda m: plan.convert(m, family.blocks(m)))
+    return model, adapters.inject(model, family, config.model, seed=0)
+
+
+def make_fake(model: nn.Module, device: torch.device, tracker: MemoryTracker) -> None:
+    """Give every meta tensor a fake one: packed layers through `pack_weight`, layers with a `home` in host memory."""
+    for module in model.modules():
+        home = getattr(module, "home", device)
+        pack = getattr(module, "pack_weight", None)
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or not parameter.is_meta:
+                continue
+            if pack is not None and name == "weight":
+                pack(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), home)
+                continue
+            with host_memory(home != device or hasattr(module, "home")):
+                value = torch.empty(parameter.shape, dtype=parameter.dtype, device=home)
+            module._parameters[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+    own = [m for m in model.modules() if not hasattr(m, "home")]
+    frozen = [x for m in own for x in (*m._parameters.values(), *m._buffers.values()) if x is not None]
+    tracker.mark((x for x in frozen if not x.requires_grad), "frozen")
+    tracker.mark((x for x in frozen if x.requires_grad), "adapter")
+
+
+def _trainee(
+    family: Family,
+    config: Config,
+    model: nn.ModuleDict,
+    adapter: adapters.Adapter,
+    plan: MemoryPlan,
+    device: torch.device,
+    tracker: MemoryTracker,
+) -> "loop.Trainee":
+    named = adapter.named_parameters()
+    optimizer = plan.build_optimizer(optimizers.param_groups(named, config.training), config.training)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)  # the real one waits for values, which fakes have not
+    watched = _WatchedPlan(tuple(_on_device(technique, device) for technique in plan.techniques), tracker)
+    return loop.Trainee(
+        family, model, list(named.values()), optimizer, scaler, watched, device, 0, config.training.max_grad_norm
+    )
+
+
+def _on_device(technique: Technique, device: torch.device) -> Technique:
+    """Mixed precision names its device type; here that is the simulation's."""
+    if dataclasses.is_dataclass(technique) and hasattr(technique, "device"):
+        return dataclasses.replace(technique, device=device.type)  # type: ignore[type-var]
+    return technique
+
+
+@dataclass(frozen=True)
+class _WatchedPlan(MemoryPlan):
+    """Tells the tracker where the forward pass begins and the backward pass follows."""
+
+    tracker: MemoryTracker | None = None
+
+    @contextmanager
+    def step_context(self) -> Iterator[None]:
+        assert self.tracker is not None
+        self.tracker.enter_phase("forward")
+        with super().step_context():
+            yield
+        self.tracker.mark_saved()
+        self.tracker.enter_phase("backward")
+
+    def quiet_context(self) -> AbstractContextManager[None]:
+        return super().step_context()
+
+
+def _step(trainee: loop.Trainee, window: list[Batch], tracker: MemoryTracker) -> None:
+    """One optimizer step of loop.train, without its questions about values."""
+    loop.gradients(trainee, window, 0, len(window))
+    tracker.mark((p.grad for p in trainee.params if p.grad is not None), "gradients")
+    tracker.enter_phase("optimizer")
+    trainee.optimizer.step()
+    tracker.mark(_state_tensors(trainee.optimizer), "optimizer")
+    trainee.optimizer.zero_grad(set_to_none=True)
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+
+
+def _fake_batch(batch: Batch, device: torch.device) -> Batch:
+    """All but the seeds, whose values drive random generators."""
+    moved = {name: torch.empty(value.shape, dtype=value.dtype, device=device) for name, value in batch.items()}
+    return {**moved, "seeds": batch["seeds"]}
+
+
+def _preview(
+    family: Family, model: nn.ModuleDict, vae: nn.Module, plan: MemoryPlan, shape: Shape, tracker: MemoryTracker
+) -> None:
+    """One denoising step with guidance, and the decoding of one picture."""
+    size = shape.preview_resolution or shape.resolution
+    example = {name: value[0] for name, value in family.example_batch(1, size).items()}
+    conditions = {name: value for name, value in example.items() if name not in ("latents", "seeds", "weight")}
+    with plan.quiet_context():
+        latents = family.sample(model, [conditions], conditions, Sampling(size, steps=1))
+    make_fake(vae, latents.device, tracker)
+    family.decode_image(vae, latents)
