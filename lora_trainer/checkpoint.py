@@ -78,15 +78,10 @@ def load_state(folder: Path) -> State | None:
     return None
 
 
-def latest_facts(folder: Path) -> dict[str, Any] | None:
-    """Facts of the newest state, without reading tensors."""
-    for path in reversed(_states(folder)):
-        try:
-            described = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        return {"step": described["step"], **described["facts"]}
-    return None
+def latest_step(folder: Path) -> int:
+    """Optimizer steps in the newest state, from its name; 0 when there is none."""
+    states = _states(folder)
+    return int(states[-1].name.rpartition("-")[2]) if states else 0
 
 
 def _states(folder: Path) -> list[Path]:

@@ -28,18 +28,23 @@ OUR_BUG = 1
 class Command:
     pt: str
     en: str
-    run: Callable[[argparse.Namespace], None]
+    run: Callable[[argparse.Namespace], int | None]
+    """Returns an exit code where that is not 0; trouble is raised."""
     doc_pt: str
     doc_en: str
+    needs_config: bool = True
+
+
+def _settings(arguments: argparse.Namespace) -> list[str]:
+    """The `key=value` words, and the flags that stand for one."""
+    flags = {"sistema.idioma": arguments.language, "memoria.preset": arguments.preset, "memoria.vram": arguments.vram}
+    return [*arguments.settings, *(f"{key}={value}" for key, value in flags.items() if value is not None)]
 
 
 def _load(arguments: argparse.Namespace) -> "Loaded":
     from .config.loading import load
 
-    overrides = [*arguments.settings]
-    if arguments.language:
-        overrides.append(f"sistema.idioma={arguments.language}")
-    return load(Path(arguments.config), overrides)
+    return load(Path(arguments.config), _settings(arguments))
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -54,8 +59,31 @@ def _train(arguments: argparse.Namespace) -> None:
     train(loaded, resume=arguments.resume, restart=arguments.restart)
 
 
+def _presets(arguments: argparse.Namespace) -> None:
+    from .commands.presets import show
+
+    show(arguments, _settings(arguments))
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from .commands.diagnostico import show
+
+    return show(arguments, _settings(arguments))
+
+
 COMMANDS = (
     Command("treinar", "train", _train, "treina o LoRA (o que acontece sem comando)", "train the LoRA (the default)"),
+    Command(
+        "presets", "presets", _presets, "compara os presets de 4 a 24 GB", "compare the presets from 4 to 24 GB", False
+    ),
+    Command(
+        "diagnostico",
+        "doctor",
+        _doctor,
+        "examina a máquina e, com --config, a última execução",
+        "examine the machine and, with --config, the last run",
+        False,
+    ),
 )
 
 
@@ -97,7 +125,7 @@ def _run(words: Sequence[str], arguments: argparse.Namespace) -> int:
     if arguments.settings and "=" not in arguments.settings[0]:
         command = _find_command(arguments.settings.pop(0))
     _check_settings(arguments)
-    if not arguments.config:
+    if command.needs_config and not arguments.config:
         print(parser.format_usage(), end="", file=sys.stderr)
         raise ConfigError(
             t(pt="falta --config", en="--config is missing"),
@@ -106,8 +134,7 @@ def _run(words: Sequence[str], arguments: argparse.Namespace) -> int:
                 en="for example: python treinar.py --config my_config.yaml (--help shows everything)",
             ),
         )
-    command.run(arguments)
-    return 0
+    return command.run(arguments) or 0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -153,9 +180,14 @@ def _parser() -> _Parser:
     for flags, name, text in (
         (("--retomar", "--resume"), "resume", t(pt="continua do último estado salvo", en="go on from the saved state")),
         (("--recomecar", "--restart"), "restart", t(pt="começa do zero, mesmo com estado salvo", en="start over")),
+        (("--json",), "json", t(pt="resposta em JSON (presets, diagnostico)", en="answer in JSON (presets, doctor)")),
         (("--depurar", "--debug"), "debug", t(pt="mostra o rastro completo dos erros", en="show full tracebacks")),
     ):
         parser.add_argument(*flags, dest=name, action="store_true", help=text)
+    text = t(pt="4gb, 6gb, 8gb, 12gb, 24gb, auto ou nenhum", en="4gb, 6gb, 8gb, 12gb, 24gb, auto or none")
+    parser.add_argument("--preset", metavar="P", help=text)
+    text = t(pt="usa só N GiB da placa, como se ela fosse menor", en="use only N GiB of the card, as if it were smaller")
+    parser.add_argument("--vram", metavar="N", help=text)
     text = t(pt="idioma das mensagens", en="language of the messages")
     parser.add_argument("--idioma", "--lang", dest="language", choices=("pt", "en"), help=text)
     text = t(pt="mostra a versão", en="show the version")
@@ -167,7 +199,8 @@ def _parser() -> _Parser:
 
 def _epilog() -> str:
     head = t(pt="comandos:", en="commands:")
-    lines = [f"  {c.pt} | {c.en:<12} {t(pt=c.doc_pt, en=c.doc_en)}" for c in COMMANDS]
+    spelled = {c: c.pt if c.pt == c.en else f"{c.pt} | {c.en}" for c in COMMANDS}
+    lines = [f"  {spelled[c]:<22} {t(pt=c.doc_pt, en=c.doc_en)}" for c in COMMANDS]
     more = t(
         pt="As chaves e seus valores estão em configs/schema.json e no README.",
         en="Keys and their values are in configs/schema.json and in the README.",

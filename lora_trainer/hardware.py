@@ -8,12 +8,13 @@ cards that only emulate it. Left out: several cards at once, Apple's and Intel's
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from .card import Card, driver_version, read_card, read_cards
 from .errors import MachineError, t
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "no": torch.float32}
@@ -21,16 +22,6 @@ NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 FP16_NAN_CARDS = re.compile(r"\b(GTX 16\d\d|T[456]00|T1000|T1200|MX450|MX550)\b")
 """TU116 and TU117 chips: capability 7.5 like the RTX 20 series, but fp16 convolutions return NaN."""
-
-
-@dataclass(frozen=True)
-class Card:
-    """One CUDA (or ROCm) device; memory in bytes."""
-
-    name: str
-    capability: tuple[int, int]
-    total: int = 0
-    free: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,6 +36,13 @@ class Machine:
     visible: str | None = None
     """CUDA_VISIBLE_DEVICES."""
     torch_version: str = ""
+    wsl: bool = False
+    """Linux inside Windows: the driver, and its habits, are Windows'."""
+
+    @property
+    def spills(self) -> bool:
+        """The driver moves what does not fit into shared memory instead of refusing it."""
+        return self.system == "Windows" or self.wsl
 
     @classmethod
     def read(cls) -> "Machine":
@@ -52,30 +50,13 @@ class Machine:
         found = torch.cuda.device_count() if build and torch.cuda.is_available() else 0
         return cls(
             cuda_build=build,
-            cards=tuple(read_card(index) for index in range(found)),
+            cards=read_cards(found),
             system=platform.system(),
-            driver=_driver_version() if build and not found else None,
+            driver=driver_version() if build else None,
             visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
             torch_version=torch.__version__,
+            wsl="microsoft" in platform.release().lower(),
         )
-
-
-def read_card(index: int) -> Card:
-    free, total = torch.cuda.mem_get_info(index)
-    return Card(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index), total, free)
-
-
-def _driver_version() -> str | None:
-    """NVIDIA's driver version, or None when no driver answers."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    except pynvml.NVMLError:
-        return None
 
 
 # -- device
@@ -91,6 +72,8 @@ def choose_device(setting: str, machine: Machine | None = None) -> tuple[torch.d
     where = t(pt="sistema.dispositivo", en="system.device")
     if not machine.cards:
         raise MachineError(*_no_card(machine), where=where)
+    if setting == "auto":
+        return torch.device("cuda", emptiest(machine.cards).index), []
     index = int(setting.partition(":")[2] or 0)
     if index >= len(machine.cards):
         have = ", ".join(f"cuda:{i} ({card.name})" for i, card in enumerate(machine.cards))
@@ -100,6 +83,11 @@ def choose_device(setting: str, machine: Machine | None = None) -> tuple[torch.d
             where=where,
         )
     return torch.device("cuda", index), []
+
+
+def emptiest(cards: Sequence[Card]) -> Card:
+    """The card with most free memory, the first of equals."""
+    return max(cards, key=lambda card: (card.free, -card.index))
 
 
 def _slow_cpu_notice(machine: Machine) -> str:

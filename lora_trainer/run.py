@@ -4,20 +4,16 @@ config → device and precision → optimizer probe → base opened (headers) �
 model, adapter, techniques → loop with saves, validation and previews → file verified by the consumer's loader.
 """
 
-import gc
 import logging
 import random
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from . import adapters, hardware, optimizers, schedules
-from .checkpoint import State, load_state, save_state
+from . import hardware, optimizers, schedules
+from .checkpoint import latest_step
 from .config import effective
 from .config.loading import Loaded
 from .config.schema import TrainingConfig
@@ -26,23 +22,20 @@ from .data.batches import BatchPlan, Loader
 from .data.cache import Cache
 from .data.encode import EncodeCounts, Encoder, caches_text, encode_dataset
 from .data.report import summary_lines, token_lines
-from .errors import DivergedError, Interrupted, UserError, t
+from .errors import UserError, t
 from .families import resolve
-from .families._base import Batch
 from .interrupt import StopRequest, stop_on_signals
-from .loop import StepReport, Trainee, to_device
-from .loop import train as training_loop
 from .memory._base import MemoryPlan, Technique
+from .memory.cap import cap_process
 from .memory.gradient_checkpointing import GradientCheckpointing
 from .memory.mixed_precision import MixedPrecision
 from .memory.optimizer_8bit import Optimizer8bit
 from .outputs import Outputs
+from .picker import Choice, settle
 from .preview import Previews
-from .progress import Metrics, Phases, Terminal, gib, peak_resident_bytes, write_json
+from .progress import Metrics, Phases, Terminal, peak_resident_bytes, write_json
 from .run_folder import Lock, RunFolder, prepare
-
-STATE_EVERY_SECONDS = 180.0
-"""How often the state is saved when `saida.salvar_cada` does not say."""
+from .training import Session, Training
 
 
 def train(loaded: Loaded, *, resume: bool = False, restart: bool = False) -> None:
@@ -56,7 +49,9 @@ def train(loaded: Loaded, *, resume: bool = False, restart: bool = False) -> Non
         try:
             if note:
                 terminal.say(note)
-            Run(loaded, folder, terminal, metrics, stop).go(resume=resume)
+            earlier = folder.read_facts().get("preset") if resume else None
+            loaded, choice = settle(loaded, earlier=earlier)
+            Run(loaded, choice, folder, terminal, metrics, stop).go(resume=resume)
         except UserError as error:
             metrics.event("stopped", reason=type(error).__name__, problem=error.problem)
             terminal.note(str(error))
@@ -71,9 +66,15 @@ class Run:
     """One run. Every method is one phase; attributes appear in the order of `go`."""
 
     def __init__(
-        self, loaded: Loaded, folder: RunFolder, terminal: Terminal, metrics: Metrics, stop: StopRequest
+        self,
+        loaded: Loaded,
+        choice: Choice,
+        folder: RunFolder,
+        terminal: Terminal,
+        metrics: Metrics,
+        stop: StopRequest,
     ) -> None:
-        self.loaded, self.config, self.folder = loaded, loaded.config, folder
+        self.loaded, self.config, self.choice, self.folder = loaded, loaded.config, choice, folder
         self.terminal, self.metrics, self.stop = terminal, metrics, stop
 
     def go(self, *, resume: bool) -> None:
@@ -86,12 +87,13 @@ class Run:
         with self.phases.phase("cache"):
             self.encode()
         with self.phases.phase("load"):
-            self.load_model()
-        start = self.restore() if resume else 0
-        self.previews.measure_before(self.model, self.adapter)
+            training = self.load_model()
+        start = training.restore() if resume else 0
+        self.previews.measure_before(training.model, training.adapter)
+        self.folder.done.unlink(missing_ok=True)  # a finished run that is being extended is not finished
         with self.phases.phase("train"), self.stop.waiting_for_step():
-            self.loop(start)
-        self.finish()
+            training.loop(start)
+        self.finish(training)
 
     # -- before anything large is loaded
 
@@ -100,9 +102,12 @@ class Run:
             self.terminal.warn(notice)
         if self.config.system.threads:
             torch.set_num_threads(self.config.system.threads)
-        self.device, notices = hardware.choose_device(self.config.system.device)
+        self.device = self.choice.device
+        self.terminal.phase(self.choice.line())
+        if self.choice.cap is not None:
+            cap_process(self.device, self.choice.cap)
         self.precision = hardware.choose_precision(self.config.training.mixed_precision, self.device)
-        notices = [*notices, *self.precision.notices]
+        notices = [*self.choice.notices, *self.precision.notices]
         notices += optimizers.optimizer_notices(self.config.training, self.device)
         for notice in notices:
             self.terminal.warn(notice)
@@ -139,7 +144,7 @@ class Run:
         if seed is None:
             seed = facts.get("seed", random.SystemRandom().randrange(2**31))
         self.seed, self.day = int(seed), str(facts.get("day", date.today().isoformat()))
-        write_json(self.folder.facts, {"seed": self.seed, "day": self.day})
+        write_json(self.folder.facts, {"seed": self.seed, "day": self.day, "preset": self.loaded.preset})
         loaded = self.loaded
         if self.config.system.seed is None:
             system = self.config.system.model_copy(update={"seed": self.seed})
@@ -154,10 +159,10 @@ class Run:
         self.total = min(planned, training.max_steps or planned)
 
     def already_done(self) -> bool:
-        state = load_state(self.folder.state)
-        if state is None or state.step < self.total or not self.folder.finished:
+        step = latest_step(self.folder.state)
+        if step < self.total or not self.folder.finished:
             return False
-        done = f"{state.step}/{self.total}"
+        done = f"{step}/{self.total}"
         self.terminal.say(
             t(
                 pt=f"já terminou ({done}); aumente treino.epocas para continuar",
@@ -198,189 +203,33 @@ class Run:
             )
         )
 
-    # -- model
+    # -- training
 
-    def load_model(self) -> None:
+    def load_model(self) -> Training:
         self.plan = make_plan(self.config.training, self.precision, self.device)
-        with_text = not self.encoder.cache_text
-        self.model: nn.ModuleDict = self.family.load_model(
-            self.device,
-            self.precision.frozen,
-            with_text=with_text,
-            prepare=lambda model: self.plan.convert(model, self.family.blocks(model)),
-        )
-        groups = self.family.blocks(self.model)
-        self.adapter = adapters.inject(self.model, self.family, self.config.model, self.seed)
-        if self.config.model.initial_lora:
-            self.adapter.load_file(Path(self.config.model.initial_lora))
-        hardware.assert_trainable_float32(self.model)
-        self.plan.wrap(self.model, groups)
-        named = self.adapter.named_parameters()
-        self.optimizer = self.plan.build_optimizer(
-            optimizers.param_groups(named, self.config.training), self.config.training
-        )
-        self.scaler = self.plan.scaler()
         self.previews.plan = self.plan
+        session = Session(
+            self.loaded, self.folder, self.terminal, self.metrics, self.stop, self.phases, self.device, self.seed
+        )
+        training = Training(session, self.family, self.plan, self.batches, self.loader, self.previews, self.total)
+        training.build(self.precision.frozen)
         rows = [
-            [row.component, row.dtype, row.device, f"{row.parameters:,}"] for row in hardware.describe_parts(self.model)
+            [row.component, row.dtype, row.device, f"{row.parameters:,}"]
+            for row in hardware.describe_parts(training.model)
         ]
         title = t(pt="componente / precisão / dispositivo", en="component / dtype / device")
         self.terminal.table(title, ["", "", "", t(pt="parâmetros", en="parameters")], rows)
-        self.outputs = Outputs(self.loaded, self.folder, self.adapter, self.batches, self.day, self.total)
+        training.outputs = Outputs(self.loaded, self.folder, training.adapter, self.batches, self.day, self.total)
+        return training
 
-    def restore(self) -> int:
-        """Go on from the newest whole state; returns the step to continue at."""
-        state = load_state(self.folder.state)
-        if state is None:
-            self.terminal.say(
-                t(pt="nenhum estado salvo: começando do passo 0", en="no saved state: starting at step 0")
-            )
-            return 0
-        if state.facts["data"] != self.dataset.fingerprint():
-            self.terminal.warn(
-                t(
-                    pt="as imagens, legendas ou buckets mudaram desde o estado salvo; a ordem daqui em diante é a do conjunto novo",
-                    en="images, captions or buckets changed since the state was saved; from here on the order is the new set's",
-                )
-            )
-        self.adapter.load_state_dict(state.adapter)
-        self.optimizer.load_state_dict(state.optimizer)
-        for group, rate in zip(self.optimizer.param_groups, self._base_rates(), strict=True):
-            group["base_lr"] = rate  # the config's, in case it changed
-        self.scaler.load_state_dict(state.scaler)
-        self.metrics.event("resumed", step=state.step)
-        self.terminal.phase(
-            t(pt=f"retomando do passo {state.step}/{self.total}", en=f"resuming at step {state.step}/{self.total}")
-        )
-        return state.step
-
-    def _base_rates(self) -> list[float]:
-        return [
-            float(group["base_lr"])
-            for group in optimizers.param_groups(self.adapter.named_parameters(), self.config.training)
-        ]
-
-    # -- loop
-
-    def loop(self, start: int) -> None:
-        training = self.config.training
-        trainee = Trainee(
-            self.family,
-            self.model,
-            list(self.adapter.named_parameters().values()),
-            self.optimizer,
-            self.scaler,
-            self.plan,
-            self.device,
-            self.seed,
-            training.max_grad_norm,
-        )
-        self.step, self.last_state, before = start, time.monotonic(), time.monotonic()
-        with self.terminal.bar(t(pt="treino", en="training"), self.total, start) as bar:
-            try:
-                for report in training_loop(trainee, self._windows(start), self._factor):
-                    self.step, now = report.step, time.monotonic()
-                    self._record(report, now - before)
-                    bar.advance(1, f"{t(pt='perda', en='loss')} {report.loss:.4f}  {gib(self.phases.current_peak())}")
-                    self._after_step(report.step)
-                    before = time.monotonic()
-            except DivergedError as error:
-                raise DivergedError(error.problem, f"{error.hint}; {self.outputs.last_good()}") from error
-
-    def _windows(self, start: int) -> Iterator[tuple[int, list[Batch]]]:
-        for step in range(start, self.total):
-            yield step, [self.loader.load_batch(draws) for draws in self.batches.window(step)]
-
-    def _factor(self, step: int) -> float:
-        return schedules.lr_factor(step, self.total, self.config.training)
-
-    def _record(self, report: StepReport, seconds: float) -> None:
-        self.metrics.write(
-            step=report.step,
-            epoch=self.batches.epoch(report.step - 1) + 1,
-            loss=report.loss,
-            grad_norm=report.grad_norm,
-            lr=report.learning_rate,
-            samples_per_s=round(report.terms / max(seconds, 1e-9), 3),
-            peak_vram=self.phases.current_peak(),
-        )
-
-    def _after_step(self, step: int) -> None:
-        """Saves, validation and previews that are due, then the user's wish to stop."""
-        output, samples = self.config.output, self.config.samples
-        due = output.save_every and step % output.save_every == 0
-        timed = not output.save_every and time.monotonic() - self.last_state > STATE_EVERY_SECONDS
-        every = self.config.training.validate_every or self.batches.steps_per_epoch
-        with optimizers.evaluation_weights(self.optimizer):
-            if due and step < self.total:
-                path = self.outputs.save(step, intermediate=True)[0]
-                self.metrics.event("saved", step=step, file=path.name)
-            if self.dataset.validation and (step % every == 0 or step == self.total):
-                self.validate(step)
-            if samples.prompts and samples.every and step % samples.every == 0 and step < self.total:
-                self.previews.draw(self.model, self.adapter, step, self.folder)
-        if due or timed or self.stop or step == self.total:
-            self.save_state(step)
-        if self.stop and step < self.total:
-            raise Interrupted(
-                t(
-                    pt=f"interrompido no passo {step}/{self.total}; o estado está salvo",
-                    en=f"interrupted at step {step}/{self.total}; the state is saved",
-                ),
-                t(pt="continue com --retomar", en="go on with --resume"),
-            )
-
-    def save_state(self, step: int) -> None:
-        if not self.adapter.is_finite():
-            raise DivergedError(
-                t(
-                    pt=f"o LoRA tem valores não finitos no passo {step}; nada foi gravado",
-                    en=f"the LoRA is not finite at step {step}; nothing was written",
-                ),
-                t(pt="reduza treino.taxa_aprendizado", en="lower training.learning_rate"),
-            )
-        state = State(
-            step,
-            self.adapter.state_dict(),
-            self.optimizer.state_dict(),
-            self.scaler.state_dict(),
-            {"data": self.dataset.fingerprint(), "seed": self.seed},
-        )
-        try:
-            save_state(self.folder.state, state)
-        except UserError as error:
-            if self.stop or step == self.total:
-                raise
-            self.terminal.warn(str(error))
-            self.metrics.event("state_not_saved", step=step, problem=error.problem)
-        self.last_state = time.monotonic()
-
-    @torch.no_grad()
-    def validate(self, step: int) -> None:
-        self.model.eval()
-        total, terms = 0.0, 0
-        for batch in self.loader.validation_batches(self.config.training.batch_size):
-            with self.plan.step_context():
-                total += self.family.loss(self.model, to_device(batch, self.device)).item()
-            terms += self.family.num_terms(batch)
-        self.model.train()
-        self.metrics.write(step=step, validation_loss=total / terms)
-        self.terminal.note(
-            t(
-                pt=f"passo {step}: perda de validação {total / terms:.5f}",
-                en=f"step {step}: validation loss {total / terms:.5f}",
-            )
-        )
-
-    # -- end
-
-    def finish(self) -> None:
-        with optimizers.evaluation_weights(self.optimizer), self.phases.phase("preview"):
-            if self.config.samples.prompts:
-                self.previews.draw(self.model, self.adapter, self.total, self.folder)
-            self.previews.measure_after(self.model)
-        with optimizers.evaluation_weights(self.optimizer), self.phases.phase("save"):
-            lines = self.outputs.finish(self.model, self.total)
+    def finish(self, training: Training) -> None:
+        with optimizers.evaluation_weights(training.optimizer):
+            with self.phases.phase("preview"):
+                if self.config.samples.prompts:
+                    self.previews.draw(training.model, training.adapter, self.total, self.folder)
+                self.previews.measure_after(training.model)
+            with self.phases.phase("save"):
+                lines = training.outputs.finish(training.model, self.total)
         write_json(
             self.folder.path / "plano.json",
             {
@@ -391,15 +240,12 @@ class Run:
                 "peak_rss": peak_resident_bytes(),
             },
         )
-        write_json(self.folder.state / "concluido.json", {"steps": self.total})
-        self.metrics.event(
-            "done", step=self.total, files=[path.name for path in self.outputs.written], peak_rss=peak_resident_bytes()
-        )
-        self.outputs.plot()
+        write_json(self.folder.done, {"steps": self.total})
+        files = [path.name for path in training.outputs.written]
+        self.metrics.event("done", step=self.total, files=files, peak_rss=peak_resident_bytes())
+        training.outputs.plot()
         for line in lines:
             self.terminal.say(line, style="green")
-        del self.model
-        gc.collect()
 
 
 def quiet_libraries() -> None:

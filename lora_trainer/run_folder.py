@@ -40,8 +40,12 @@ class RunFolder:
         return self.state / "execucao.json"
 
     @property
+    def done(self) -> Path:
+        return self.state / "concluido.json"
+
+    @property
     def finished(self) -> bool:
-        return (self.state / "concluido.json").exists()
+        return self.done.exists()
 
     @property
     def begun(self) -> bool:

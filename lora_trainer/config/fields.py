@@ -54,7 +54,7 @@ def _share(value: Any) -> Any:
     word = value.strip().lower() if isinstance(value, str) else value
     if word == "auto":
         return word
-    if isinstance(word, bool) or word in YES | NO:
+    if isinstance(word, bool) or (isinstance(word, str) and word in YES | NO):
         return 1.0 if word is True or word in YES else "no"
     value = _number(value)
     try:

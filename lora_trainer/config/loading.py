@@ -1,20 +1,22 @@
 """A YAML file and `a.b=v` arguments to a checked `Config`, or one report with everything that is wrong.
 
-Later sources win: defaults < presets < files named by `herda:` < the file < the command line. Within one source an
-option is set once. Torch is never imported on this path.
+Later sources win: defaults < preset < files named by `herda:` < the file < the command line. Within one source an
+option is set once; what it says under `familias:` is stronger than the rest of it. Torch is never imported on this
+path, so `preset: auto` is left open here: `Loaded.with_preset` loads again once a preset has been chosen.
 """
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from ..errors import ConfigError, set_language, t
-from . import interpolation, messages, names, notices, paths, rules
+from . import interpolation, messages, names, notices, paths, presets, rules
 from .entries import Entry, Sheet
 from .names import Key
 from .reading import read_arguments, read_file
@@ -22,6 +24,8 @@ from .report import Problem, Source, Where, command_line, report
 from .schema import Config
 from .yaml_text import MAX_BYTES, decode
 
+NO_FILE = "sem_arquivo.yaml"
+"""Names the run where no file does."""
 REQUIRED: tuple[Key, ...] = (("model", "base_model"), ("data", "data_dir"))
 
 _LANGUAGE_LINE = re.compile(r"""^\s+(?:idioma|language)\s*:\s*["']?(pt|en)\b""", re.MULTILINE)
@@ -41,40 +45,60 @@ class Loaded:
     origins: dict[str, str] = field(default_factory=dict)
     """`treino.epocas` -> `arquivo.yaml:12`, "linha de comando", "padrão"; every option is there."""
     notices: list[str] = field(default_factory=list)
+    preset: str | None = None
+    """The preset that lies beneath ("8gb"), None without one."""
+    family: str | None = None
+    """Of the base, where it had to be known: a preset or `familias:` is in force."""
+    written: frozenset[Key] = frozenset()
+    """What the user set, in files or arguments; the rest is the preset's or the default."""
+    again: Callable[..., "Loaded"] | None = field(default=None, repr=False, compare=False)
 
     @property
     def run_dir(self) -> Path:
         return Path(self.config.output.dir) / self.name
 
+    def with_preset(self, name: str) -> "Loaded":
+        """The same sources over this preset. What the user wrote stays stronger."""
+        assert self.again is not None, "made by hand, not by load"
+        return self.again(preset=name)
+
 
 def load(
-    path: Path | str,
+    path: Path | str | None,
     overrides: Sequence[str] = (),
     extra: Sequence[tuple[str, Path]] = (),
     *,
     required: Sequence[Key] = REQUIRED,
+    preset: str | None = None,
 ) -> Loaded:
-    """Read and check everything. `extra`: (label, YAML file) of presets, the later the stronger.
+    """Read and check everything; without a path, the arguments are all there is.
 
-    Raises ErrorReport with all problems of all sources, or ConfigError when the file itself cannot be read.
+    `extra`: (label, YAML file) below the user's own, the later the stronger. `preset`: the one in force, whatever
+    `memoria.preset` says. Raises ErrorReport with all problems of all sources, or ConfigError when the file itself cannot be read.
     """
-    path = Path(path)
-    text, notice = _read_text(path)
-    set_language(_asked_language(text, overrides))
-    remarks = [notice] if notice else []
-    sheets = [sheet for label, file in extra for sheet in _read_chain(file, label, remarks)]
-    chain = _read_chain(path, "", remarks)
+    remarks: list[str] = []
+    chain = _read_user(None if path is None else Path(path), overrides, remarks)
     main = chain[-1]
-    sheets += [*chain, read_arguments(command_line(overrides, Path.cwd()))]
-    entries = _merge(sheets)
-    problems = [problem for sheet in sheets for problem in sheet.problems]
-    facts, found, said = _check(entries, main.source)
-    problems += found
-    if not any(sheet.broken for sheet in sheets):
+    path = Path(path or NO_FILE)
+    user = [*chain, read_arguments(command_line(overrides, Path.cwd()))]
+    below = [sheet for label, file in extra for sheet in _read_chain(file, label, remarks)]
+    entries = _merge([*below, *user])
+    facts, problems, said = _check(entries, main.source)
+    problems = [*(problem for sheet in [*below, *user] for problem in sheet.problems), *problems]
+    if not any(sheet.broken for sheet in [*below, *user]):
         problems += _missing(required, entries, main)
     name = _name(facts, path, main.source, problems)
     if problems:
         raise report(problems, str(path))
+    chosen = preset or facts.config.memory.preset
+    chosen = None if chosen in ("auto", "none") else chosen
+    family, written = None, frozenset(_merge(user))
+    if chosen or any(sheet.families for sheet in [*below, *user]):
+        family = presets.family_of(facts.config.model.base_model, facts.config.model.family)
+        entries = _with_families(chosen, below, user, family, remarks)
+        facts, problems, said = _check(entries, main.source)
+        if problems:
+            raise report(problems, str(path))
     config, rounding, rounded = notices.rounded(facts)
     set_language(config.system.language)
     return Loaded(
@@ -84,10 +108,37 @@ def load(
         name=name,
         origins=_origins(entries, rounding),
         notices=[*remarks, *said, *rounded, *notices.without_effect(facts)],
+        preset=chosen,
+        family=family,
+        written=written,
+        again=partial(load, path if main.source.is_file else None, overrides, extra, required=required),
     )
 
 
+def _with_families(
+    preset: str | None, below: Sequence[Sheet], user: Sequence[Sheet], family: str | None, remarks: list[str]
+) -> dict[Key, Entry]:
+    """All entries, now that the base's family and the preset are known."""
+    file = presets.path_of(preset) if preset else None
+    ready = _read_chain(file, file.name, remarks) if file else []
+    if problems := [problem for sheet in ready for problem in sheet.problems]:
+        raise report(problems, str(file))
+    mine = _merge([*presets.flatten(below, family), *presets.flatten(user, family)])
+    return _merge_entries(presets.yielding(_merge([*presets.flatten(ready, family)]), mine), mine)
+
+
 # -- sources
+def _read_user(path: Path | None, overrides: Sequence[str], remarks: list[str]) -> list[Sheet]:
+    """The sheets of the user's file and of those it extends; an empty one where there is no file."""
+    if path is None:
+        set_language(_asked_language("", overrides))
+        title = t(pt="linha de comando", en="command line")
+        return [Sheet(Source(title, title, (), Path.cwd(), is_file=False))]
+    text, _ = _read_text(path)
+    set_language(_asked_language(text, overrides))
+    return _read_chain(path, "", remarks)
+
+
 def _read_text(path: Path) -> tuple[str, str]:
     if path.is_dir():
         raise ConfigError(
@@ -149,11 +200,17 @@ def _merge(sheets: Sequence[Sheet]) -> dict[Key, Entry]:
     """The strongest entry of each option; free-form mappings are joined key by key."""
     merged: dict[Key, Entry] = {}
     for sheet in sheets:
-        for key, entry in sheet.entries.items():
-            weaker = merged.get(key)
-            if weaker and isinstance(weaker.value, dict) and isinstance(entry.value, dict):
-                entry.value.update({k: v for k, v in weaker.value.items() if k not in entry.value})
-            merged[key] = entry
+        merged = _merge_entries(merged, sheet.entries)
+    return merged
+
+
+def _merge_entries(weaker: Mapping[Key, Entry], stronger: Mapping[Key, Entry]) -> dict[Key, Entry]:
+    merged = dict(weaker)
+    for key, entry in stronger.items():
+        below = merged.get(key)
+        if below and isinstance(below.value, dict) and isinstance(entry.value, dict):
+            entry = replace(entry, value={**below.value, **entry.value})
+        merged[key] = entry
     return merged
 
 

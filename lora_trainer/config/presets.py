@@ -14,11 +14,14 @@ from .names import Key, options
 
 FOLDER = Path(__file__).parents[2] / "presets"
 
-TOGETHER: tuple[frozenset[Key], ...] = (
-    frozenset({("training", "batch_size"), ("training", "gradient_accumulation_steps")}),
-)
-"""Options that mean something only side by side. Who writes one of them means the other to be its default, not the
-preset's: `tamanho_lote: 2` is an effective batch of 2."""
+YIELDS: dict[Key, tuple[Key, ...]] = {
+    ("training", "batch_size"): (("training", "gradient_accumulation_steps"),),
+    ("training", "gradient_accumulation_steps"): (("training", "batch_size"),),
+    ("training", "gradient_checkpointing"): (("memory", "block_streaming"),),
+    ("training", "optimizer"): (("training", "use_8bit_optimizer"),),
+}
+"""What the user writes -> what a preset then leaves alone, because it would say something else beside it:
+`tamanho_lote: 2` is an effective batch of 2, whatever the preset accumulates."""
 
 _FAMILY_OF_KIND = {"sd1": "sd15", "sd2": "sd15"}
 """Where a family's name is not its kind's."""
@@ -53,7 +56,12 @@ def family_of(base_model: str | None, family: str) -> str | None:
 
     kind = open_source(base_model).looks_like().value
     name = _FAMILY_OF_KIND.get(kind, kind)
-    return name if name in plugins.available("lora_trainer.families") else None
+    return name if name in families() else None
+
+
+def families() -> list[str]:
+    """All families there are, told by their files' names."""
+    return plugins.available("lora_trainer.families")
 
 
 def flatten(sheets: Sequence[Sheet], family: str | None) -> Iterator[Sheet]:
@@ -64,7 +72,7 @@ def flatten(sheets: Sequence[Sheet], family: str | None) -> Iterator[Sheet]:
             yield sheet.families[family]
 
 
-def without_halves(preset: Mapping[Key, Entry], written: Mapping[Key, Entry]) -> dict[Key, Entry]:
-    """The preset's entries, less those that the user's own ones would turn into something else."""
-    broken = {key for group in TOGETHER if group & set(written) for key in group}
-    return {key: entry for key, entry in preset.items() if key not in broken}
+def yielding(preset: Mapping[Key, Entry], written: Mapping[Key, Entry]) -> dict[Key, Entry]:
+    """The preset's entries, less those that give way to what the user wrote."""
+    gone = {key for mine in written for key in YIELDS.get(mine, ())}
+    return {key: entry for key, entry in preset.items() if key not in gone}

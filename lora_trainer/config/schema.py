@@ -317,7 +317,7 @@ class MemoryConfig(Section):
         doc_pt="Conjunto pronto para o tamanho da placa; auto escolhe pela memória livre, nenhum não usa.",
         doc_en="Ready-made settings for a card size; auto chooses by free memory, none uses none.")
     vram: Number | None = option(
-        None, pt="vram", gt=0.5, le=1024,
+        None, pt="vram", gt=0, le=1024,
         doc_pt="GiB da placa para este processo, contexto CUDA incluído (--vram). Sem valor: o que está livre.",
         doc_en="GiB of the card for this process, CUDA context included (--vram). Unset: what is free.")
     ram: Number | None = option(

@@ -1,7 +1,6 @@
 """Recompute each block's activations in the backward pass instead of keeping them (Chen et al. 2016).
 
-Whole blocks, non-reentrant, so that frozen inputs and keyword arguments work and random numbers repeat. Left out:
-choosing what to keep inside a block.
+Whole blocks, with random numbers and autocast as in the first run. Left out: choosing what to keep inside a block.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,10 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ..families._base import BlockGroup
 from ._base import WrapTechnique
+from ._recompute import recompute
 
 
 class Recomputed:
@@ -30,7 +29,7 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         self.passes += 1
-        return checkpoint(self._run, *args, use_reentrant=False, **kwargs)
+        return recompute(self._run, args, kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self.runs += 1

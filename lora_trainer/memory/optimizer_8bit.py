@@ -1,16 +1,22 @@
 """Keep the optimizer's moments in 8 bits (Dettmers et al. 2022): 2 bytes per trained weight instead of 8.
 
-Tensors below 4096 elements keep float32 moments. Paged, the moments may move to host memory when the card is full.
+Tensors below 4096 elements keep float32 moments. Paged, those above 100,000 elements lie in memory that the driver moves
+to the host when the card is full; LoRA matrices are seldom that large, so paging helps with high ranks only. A simulation
+counts paged moments as if they stayed on the card.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from ..config.schema import TrainingConfig
 from ..optimizers import Groups, build_optimizer, resolve_name
 from ._base import OptimizerTechnique
+
+PAGED = {"adamw8bit": "pagedadamw8bit"}
+UNPAGED = {paged: plain for plain, paged in PAGED.items()}
 
 
 @dataclass(frozen=True)
@@ -20,10 +26,14 @@ class Optimizer8bit(OptimizerTechnique):
     paged: bool = False
 
     def build(self, groups: Groups, settings: TrainingConfig) -> torch.optim.Optimizer:
-        name = resolve_name(settings.model_copy(update={"use_8bit_optimizer": "yes"}))
-        if self.paged and name == "adamw8bit":
-            name = "pagedadamw8bit"
-        return build_optimizer(groups, settings.model_copy(update={"optimizer": name}))
+        name = resolve_name(settings.model_copy(update={"use_8bit_optimizer": True}))
+        simulated = any(isinstance(parameter, FakeTensor) for group in groups for parameter in group["params"])
+        if simulated:  # bitsandbytes would page real memory
+            name = UNPAGED.get(name, name)
+        elif self.paged:
+            name = PAGED.get(name, name)
+        with unset_fake_temporarily():  # its code tables are worked out from values
+            return build_optimizer(groups, settings.model_copy(update={"optimizer": name}))
 
 
 TECHNIQUE = Optimizer8bit

@@ -54,6 +54,8 @@ def other_value(option: names.Option) -> Any:
     if option.kind == "text":
         return "texto"
     if option.kind in names.PATH_KINDS:
+        if option.key == ("output", "dir"):
+            return "resultado"  # the image folder would be refused
         return "arquivo.safetensors" if option.name == "initial_lora" else "pasta"
     low = option.limits.get("ge", option.limits.get("gt", 0))
     high = option.limits.get("le", option.limits.get("lt", low + 100))

@@ -42,7 +42,7 @@ def test_every_code_has_a_sentence() -> None:
         "greater_than", "greater_than_equal", "less_than", "less_than_equal", "multiple_of", "literal_error",
         "int_parsing", "float_parsing", "boolean", "number", "decimal_comma", "resolution", "resolution_small",
         "control_character", "too_short", "too_long", "list_type", "dict_type", "string_type", "string_too_short",
-        "string_pattern_mismatch", "finite_number",
+        "string_pattern_mismatch", "finite_number", "share",
     } <= seen  # fmt: skip
 
 

@@ -1,0 +1,129 @@
+"""`presets`: the five presets side by side, for the family of a config, or for every family there is."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..card import GIB
+from ..config import names, presets
+from ..config.loading import Loaded, load
+from ..errors import ConfigError, language, t
+from ..hardware import Machine
+from ..memory.presets import Predict, Predicted, predict
+from ..picker import pick, preset_budget
+from ..progress import gib
+
+SHOWN: tuple[names.Key, ...] = (
+    ("training", "batch_size"),
+    ("training", "gradient_accumulation_steps"),
+    ("data", "resolution"),
+    ("model", "lora_rank"),
+    ("training", "mixed_precision"),
+    ("training", "gradient_checkpointing"),
+    ("training", "use_8bit_optimizer"),
+    ("memory", "base_quantization"),
+    ("memory", "block_streaming"),
+    ("memory", "activation_offload"),
+    ("memory", "vae_tiling"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A preset under the user's config."""
+
+    preset: str
+    loaded: Loaded
+    predicted: Predicted | None
+
+    def value(self, key: names.Key) -> Any:
+        return getattr(getattr(self.loaded.config, key[0]), key[1])
+
+
+def show(arguments: argparse.Namespace, settings: Sequence[str]) -> None:
+    path = Path(arguments.config) if arguments.config else None
+    loaded = load(path, settings, required=())
+    chosen = pick(loaded.config.memory, loaded.config.system.device, Machine.read())
+    tables = {}
+    for family in _families(loaded):
+        known = loaded.config.model.base_model or loaded.config.model.family != "auto"
+        tables[family] = rows(loaded if known else load(path, [*settings, f"model.family={family}"], required=()))
+    if arguments.json:
+        print(json.dumps({"chosen": chosen.preset, "families": _as_json(tables)}, ensure_ascii=False, indent=2))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for family, found in tables.items():
+        console.print(_table(family, found, chosen.preset))
+    console.print(t(pt="aqui: ", en="here: ") + chosen.line(), markup=False)
+
+
+def rows(loaded: Loaded, predict: Predict = predict) -> list[Row]:
+    """The config over each preset. What the user wrote is the same in all of them."""
+    found = []
+    for name in presets.names():
+        over = loaded.with_preset(name)
+        found.append(Row(name, over, predict(over)))
+    return found
+
+
+def _families(loaded: Loaded) -> list[str]:
+    model = loaded.config.model
+    if model.base_model is None and model.family == "auto":
+        return presets.families()
+    family = presets.family_of(model.base_model, model.family)
+    if family is None:
+        raise ConfigError(
+            t(pt="não reconheci a família do modelo base", en="the base model's family was not recognised"),
+            t(
+                pt=f"diga qual é: modelo.familia=… ({', '.join(presets.families())})",
+                en=f"say which: model.family=… ({', '.join(presets.families())})",
+            ),
+        )
+    return [family]
+
+
+def _table(family: str, found: Sequence[Row], chosen: str | None) -> Table:
+    title = t(pt=f"família {family}", en=f"family {family}")
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("", no_wrap=True)
+    for row in found:
+        table.add_column(f"{row.preset} *" if row.preset == chosen else row.preset)
+    table.add_row(t(pt="cabe em", en="fits in"), *(gib(preset_budget(row.preset)) for row in found))
+    for key in SHOWN:
+        option = names.options()[key]
+        table.add_row(option.shown().partition(".")[2], *(_shown(option, row.value(key)) for row in found))
+    if any(row.predicted for row in found):
+        peaks = (gib(row.predicted.peak) if row.predicted else "" for row in found)
+        table.add_row(t(pt="pico previsto", en="predicted peak"), *peaks)
+        times = (
+            f"{row.predicted.seconds_per_step:.2f} s" if row.predicted and row.predicted.seconds_per_step else ""
+            for row in found
+        )
+        table.add_row(t(pt="por passo", en="per step"), *times)
+    return table
+
+
+def _shown(option: names.Option, value: Any) -> str:
+    if isinstance(value, tuple):
+        return "x".join(map(str, value))
+    return option.word(value, language()) if isinstance(value, str) else f"{value:g}"
+
+
+def _as_json(tables: dict[str, list[Row]]) -> dict[str, Any]:
+    return {family: [_row_as_json(row) for row in found] for family, found in tables.items()}
+
+
+def _row_as_json(row: Row) -> dict[str, Any]:
+    return {
+        "preset": row.preset,
+        "budget_gib": round(preset_budget(row.preset) / GIB, 3),
+        "peak_gib": round(row.predicted.peak / GIB, 3) if row.predicted else None,
+        "seconds_per_step": row.predicted.seconds_per_step if row.predicted else None,
+        "settings": {".".join(key): row.value(key) for key in SHOWN},
+    }

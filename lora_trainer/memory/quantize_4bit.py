@@ -1,0 +1,81 @@
+"""Keep the blocks' linear layers in 4 bits (QLoRA, Dettmers et al. 2023): 0.52 bytes a weight instead of 2.
+
+NF4 holds 64 weights as 4-bit codes and one factor. A code lies within 0.152 (NF4) or 0.167 (FP4) of the block's largest
+weight; normal weights lose 9 or 12 % (root mean square). Double quantisation keeps 256 factors as 8-bit logarithms, which
+moves a factor by less than 2 %, usually 0.2 %, whatever outliers there are. Left alone: convolutions, whose error a UNet
+shows more (combine with quantize_8bit or cast_fp8), and layers of a size not divisible by 64.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..families._base import BlockGroup
+from ._base import ConvertTechnique
+from ._packed import Packing, pack_layers
+
+BLOCK = 64
+"""Weights that share a factor."""
+GROUP = 256
+"""Factors that share a smallest and a largest one."""
+WIDEST = math.log(2.0**14)
+"""Smaller factors of a group are raised to this distance from its largest: ln(2^14) / 255 / 2 is the 2 %."""
+
+
+@dataclass(frozen=True)
+class FourBit(Packing):
+    kind: Literal["nf4", "fp4"]
+    double: bool
+
+    def fits(self, layer: nn.Module) -> bool:
+        return isinstance(layer, nn.Linear) and layer.in_features * layer.out_features % BLOCK == 0
+
+    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+        import bitsandbytes  # noqa: F401  (brings the operators)
+
+        rows = weight.reshape(-1, BLOCK)
+        codes, scale = torch.ops.bitsandbytes.quantize_4bit.default(rows, BLOCK, self.kind, torch.uint8)
+        return {"codes": codes, **(_pack_scale(scale) if self.double else {"scale": scale})}
+
+    def unpack(self, packed: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        codes, *scales = packed
+        count = shape.numel() // BLOCK
+        scale = _unpack_scale(scales, count) if self.double else scales[0]
+        dequantize = torch.ops.bitsandbytes.dequantize_4bit.default
+        weight: Tensor = dequantize(codes, scale, BLOCK, self.kind, (count, BLOCK), dtype)
+        return weight.view(shape)
+
+
+def _pack_scale(scale: Tensor) -> dict[str, Tensor]:
+    """(N,) float32 -> 8-bit logarithms (ceil(N / 256), 256), and each group's smallest logarithm and step."""
+    missing = -len(scale) % GROUP
+    logs = torch.cat([scale, scale[-1:].expand(missing)]).clamp_min(torch.finfo(torch.float32).tiny).log()
+    logs = logs.view(-1, GROUP)
+    top = logs.amax(1, keepdim=True)
+    low = torch.maximum(logs.amin(1, keepdim=True), top - WIDEST)
+    step = ((top - low) / 255).clamp_min(1e-9)
+    return {"scale": ((logs - low) / step).round_().clamp_(0, 255).to(torch.uint8), "scale_low": low, "scale_step": step}
+
+
+def _unpack_scale(packed: Sequence[Tensor], count: int) -> Tensor:
+    codes, low, step = packed
+    return codes.float().mul_(step).add_(low).exp_().flatten()[:count]
+
+
+@dataclass(frozen=True)
+class Quantize4bit(ConvertTechnique):
+    order: ClassVar[int] = 10
+    lossless: ClassVar[bool] = False
+
+    kind: Literal["nf4", "fp4"] = "nf4"
+    double: bool = True
+
+    def convert(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
+        pack_layers(groups, FourBit(self.kind, self.double))
+
+
+TECHNIQUE = Quantize4bit
