@@ -65,8 +65,8 @@ def read_cards(count: int) -> tuple[Card, ...]:
 
 def driver_version() -> str | None:
     """NVIDIA's driver version, or None when no driver answers."""
-    nvml = _nvml()
-    return None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
+    version = _ask("nvmlSystemGetDriverVersion")
+    return None if version is None else str(version)
 
 
 # -- NVML

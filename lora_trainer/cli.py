@@ -186,7 +186,9 @@ def _parser() -> _Parser:
         parser.add_argument(*flags, dest=name, action="store_true", help=text)
     text = t(pt="4gb, 6gb, 8gb, 12gb, 24gb, auto ou nenhum", en="4gb, 6gb, 8gb, 12gb, 24gb, auto or none")
     parser.add_argument("--preset", metavar="P", help=text)
-    text = t(pt="usa só N GiB da placa, como se ela fosse menor", en="use only N GiB of the card, as if it were smaller")
+    text = t(
+        pt="usa só N GiB da placa, como se ela fosse menor", en="use only N GiB of the card, as if it were smaller"
+    )
     parser.add_argument("--vram", metavar="N", help=text)
     text = t(pt="idioma das mensagens", en="language of the messages")
     parser.add_argument("--idioma", "--lang", dest="language", choices=("pt", "en"), help=text)

@@ -52,7 +52,7 @@ class Machine:
             cuda_build=build,
             cards=read_cards(found),
             system=platform.system(),
-            driver=driver_version() if build else None,
+            driver=driver_version(),
             visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
             torch_version=torch.__version__,
             wsl="microsoft" in platform.release().lower(),

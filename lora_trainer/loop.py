@@ -8,7 +8,7 @@ interrupted run continues bit for bit.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,13 @@ class Schedule(Protocol):
     def __call__(self, step: int) -> float:
         """Factor on every learning rate for the optimizer step with this number, counted from 0."""
         ...
+
+
+@runtime_checkable
+class StepsInBackward(Protocol):
+    """An optimizer that has stepped by the time the backward pass ends; it knows the norm that was."""
+
+    def grad_norm(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,8 @@ def gradients(trainee: Trainee, window: list[Batch], step: int, terms: int) -> t
             loss = trainee.family.loss(trainee.model, to_device(batch, trainee.device)) / terms
         total += loss.detach()
         trainee.scaler.scale(loss).backward()
+    if isinstance(trainee.optimizer, StepsInBackward):
+        return total, torch.as_tensor(trainee.optimizer.grad_norm())
     trainee.scaler.unscale_(trainee.optimizer)
     return total, nn.utils.clip_grad_norm_(trainee.params, trainee.max_grad_norm or math.inf)
 

@@ -16,7 +16,6 @@ from . import hardware, optimizers, schedules
 from .checkpoint import latest_step
 from .config import effective
 from .config.loading import Loaded
-from .config.schema import TrainingConfig
 from .data import dataset as data
 from .data.batches import BatchPlan, Loader
 from .data.cache import Cache
@@ -25,11 +24,8 @@ from .data.report import summary_lines, token_lines
 from .errors import UserError, t
 from .families import resolve
 from .interrupt import StopRequest, stop_on_signals
-from .memory._base import MemoryPlan, Technique
 from .memory.cap import cap_process
-from .memory.gradient_checkpointing import GradientCheckpointing
-from .memory.mixed_precision import MixedPrecision
-from .memory.optimizer_8bit import Optimizer8bit
+from .memory.techniques import make_plan
 from .outputs import Outputs
 from .picker import Choice, settle
 from .preview import Previews
@@ -206,7 +202,7 @@ class Run:
     # -- training
 
     def load_model(self) -> Training:
-        self.plan = make_plan(self.config.training, self.precision, self.device)
+        self.plan = make_plan(self.config, self.precision, self.device, self.folder.state)
         self.previews.plan = self.plan
         session = Session(
             self.loaded, self.folder, self.terminal, self.metrics, self.stop, self.phases, self.device, self.seed
@@ -257,14 +253,3 @@ def quiet_libraries() -> None:
         library.utils.logging.disable_progress_bar()
         library.utils.logging.set_verbosity_error()
 
-
-def make_plan(training: TrainingConfig, precision: hardware.Precision, device: torch.device) -> MemoryPlan:
-    """The techniques that the config asks for."""
-    techniques: list[Technique] = []
-    if training.gradient_checkpointing != "no":
-        techniques.append(GradientCheckpointing())
-    if precision.compute != torch.float32:
-        techniques.append(MixedPrecision("bf16" if precision.compute is torch.bfloat16 else "fp16", device.type))
-    if training.use_8bit_optimizer == "yes":
-        techniques.append(Optimizer8bit())
-    return MemoryPlan(tuple(techniques))

@@ -90,8 +90,8 @@ def load(
     name = _name(facts, path, main.source, problems)
     if problems:
         raise report(problems, str(path))
-    chosen = preset or facts.config.memory.preset
-    chosen = None if chosen in ("auto", "none") else chosen
+    asked = preset or facts.config.memory.preset
+    chosen = None if asked in ("auto", "none") else asked
     family, written = None, frozenset(_merge(user))
     if chosen or any(sheet.families for sheet in [*below, *user]):
         family = presets.family_of(facts.config.model.base_model, facts.config.model.family)

@@ -48,8 +48,8 @@ def _wanted(code: str, option: Option, lang: str) -> str:
     if code == "string_too_short":
         return t(pt="um texto não vazio", en="a text that is not empty")
     if option.kind == "share":
-        words = ", ".join(option.allowed_words(lang))
-        return t(pt=f"{words} ou um número de 0 a 1", en=f"{words} or a number from 0 to 1")
+        spelled = ", ".join(option.allowed_words(lang))
+        return t(pt=f"{spelled} ou um número de 0 a 1", en=f"{spelled} or a number from 0 to 1")
     plain = {
         "integer": t(pt="um número inteiro", en="a whole number"),
         "number": t(pt="um número", en="a number"),

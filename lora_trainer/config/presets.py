@@ -19,6 +19,7 @@ YIELDS: dict[Key, tuple[Key, ...]] = {
     ("training", "gradient_accumulation_steps"): (("training", "batch_size"),),
     ("training", "gradient_checkpointing"): (("memory", "block_streaming"),),
     ("training", "optimizer"): (("training", "use_8bit_optimizer"),),
+    ("memory", "optimizer_in_backward"): (("training", "gradient_accumulation_steps"),),
 }
 """What the user writes -> what a preset then leaves alone, because it would say something else beside it:
 `tamanho_lote: 2` is an effective batch of 2, whatever the preset accumulates."""

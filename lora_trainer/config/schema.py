@@ -7,7 +7,20 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from .fields import Boolean, Integer, LocalPath, Number, PathOrHub, Resolution, Section, Share, Switch, Text, option, section
+from .fields import (
+    Boolean,
+    Integer,
+    LocalPath,
+    Number,
+    PathOrHub,
+    Resolution,
+    Section,
+    Share,
+    Switch,
+    Text,
+    option,
+    section,
+)
 
 _YES_NO = {"sim": "yes", "nao": "no", "não": "no"}
 _NO = {"nao": "no", "não": "no"}

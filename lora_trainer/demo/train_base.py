@@ -186,7 +186,7 @@ def snr_weights(alphas_cumprod: Tensor, timesteps: Tensor) -> Tensor:
 class Average:
     """Exponential moving average of modules' parameters, with a horizon that grows with the number of steps."""
 
-    def __init__(self, modules: nn.ModuleList, decay: float = 0.998) -> None:
+    def __init__(self, modules: nn.ModuleList, decay: float = 0.995) -> None:
         self.modules, self.decay, self.steps = copy.deepcopy(modules), decay, 0
 
     @torch.no_grad()
@@ -275,12 +275,12 @@ def train_unet(
         chosen = torch.randint(len(latents), (batch,))
         x = latents[chosen].contiguous(memory_format=torch.channels_last)
         noise = torch.randn_like(x)
-        t = torch.randint(1000, (batch,))
+        t = (1000 * torch.rand(batch).sqrt()).long()  # more of the noisy steps, where the words decide
         with torch.autocast("cpu", torch.bfloat16):
             embeds = pipe.text_encoder(ids[chosen]).last_hidden_state  # (B, 77, width)
             predicted = pipe.unet(noise_schedule.add_noise(x, noise, t), t, embeds).sample
         error = (predicted.float() - noise).square().mean((1, 2, 3))
-        loss = (error * snr_weights(noise_schedule.alphas_cumprod, t)).mean()
+        loss = (error * snr_weights(noise_schedule.alphas_cumprod, t) * (1 + 3 * (t / 1000) ** 2)).mean()
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(modules.parameters(), 1.0)

@@ -61,7 +61,7 @@ def _lock(buffer: Tensor) -> None:
     """Without it all works, slower: a refusal (little RAM, Windows' limits) is only noted."""
     runtime, address = torch.cuda.cudart(), buffer.data_ptr()
     if int(runtime.cudaHostRegister(address, buffer.nbytes, 0)) == 0:
-        weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address)
+        weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
         return
     logger.warning("%d MiB of host memory could not be page-locked; streaming will be slower", buffer.nbytes >> 20)
     try:

@@ -7,13 +7,17 @@ packed belongs to the technique (`Packing`). Left out: fused kernels, which mult
 from those of the backward pass, and at the row counts of training they unpack as well.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.grad import conv2d_input
 from torch.utils._pytree import tree_map_only
 
 from ..families._base import BlockGroup
@@ -22,6 +26,11 @@ from ..tracker import host_memory
 
 class Packing(ABC):
     """A way to keep a weight: `pack` and `unpack` run on meta, fake and real tensors alike."""
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """For people: "nf4", "int8"."""
 
     @abstractmethod
     def fits(self, layer: nn.Module) -> bool:
@@ -36,37 +45,34 @@ class Packing(ABC):
         """The weight again, from the tensors in the order of `pack`."""
 
 
-class _Packed:
-    """What packed layers share. Takes everything but the weight over from the layer it replaces."""
+class _Packed(nn.Module):
+    """What packed layers share. One takes everything but the weight over from the layer it replaces."""
 
+    plain: ClassVar[type[nn.Module]]
     packing: Packing
     packed_names: tuple[str, ...]
     weight_shape: torch.Size
     weight_dtype: torch.dtype
-    bias: Tensor | None
-    _buffers: dict[str, Tensor | None]
-
-    plain: ClassVar[type[nn.Module]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """The plain layer: peft makes a convolution's LoRA matrices by calling the class of the base layer."""
         return cls.plain(*args, **kwargs)
 
     @classmethod
-    def of(cls, layer: nn.Module, packing: Packing) -> nn.Module:
+    def of(cls, layer: nn.Module, packing: Packing) -> "_Packed":
         """The packed layer that takes `layer`'s place, on meta."""
         weight = cast(Tensor, layer.weight)
         assert weight.is_meta, "layers are packed before their weights are read"
-        self: Any = object.__new__(cls)
+        self = object.__new__(cls)
         nn.Module.__init__(self)
         self.__dict__.update(vars(layer))  # stride, padding, home, …
         self._parameters = {name: p for name, p in layer._parameters.items() if name != "weight"}
         self.packing, self.weight_shape, self.weight_dtype = packing, weight.shape, weight.dtype
-        packed = packing.pack(weight.detach())
-        self.packed_names = tuple(packed)
-        for name, tensor in packed.items():
-            self.register_buffer(name, tensor, persistent=False)
-        return cast(nn.Module, self)
+        places = _places(packing, weight.shape, weight.dtype)
+        self.packed_names = tuple(places)
+        for name, place in places.items():
+            self.register_buffer(name, torch.empty_like(place), persistent=False)
+        return self
 
     def packed(self) -> list[Tensor]:
         return [cast(Tensor, self._buffers[name]) for name in self.packed_names]
@@ -76,10 +82,11 @@ class _Packed:
         """Pack a weight where it lies, in the dtype it will be unpacked to, and keep the result on `home`."""
         fresh = self.packing.pack(weight.reshape(self.weight_shape))
         self.weight_dtype = weight.dtype
-        with host_memory(home.type != weight.device.type):
+        in_host = hasattr(self, "home")
+        with host_memory(in_host):
             for name, old in zip(self.packed_names, self.packed(), strict=True):
                 assert (fresh[name].shape, fresh[name].dtype) == (old.shape, old.dtype), f"{name} differs from meta's"
-                self._buffers[name] = fresh[name].to(home)
+                self._buffers[name] = fresh[name].to(home, copy=in_host)
 
     def unpacked(self, dtype: torch.dtype | None = None) -> Tensor:
         return self.packing.unpack(self.packed(), self.weight_shape, dtype or self.weight_dtype)
@@ -89,10 +96,9 @@ class _Packed:
         return _Weight(self)
 
     def forward(self, input: Tensor) -> Tensor:
-        kind = input.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return cast(Tensor, _Frozen.apply(self, input.to(dtype), bias, *self.packed()))  # type: ignore[no-untyped-call]
+        dtype, bias = _compute_dtype(input), self._parameters["bias"]
+        bias_in_dtype = None if bias is None else bias.to(dtype)
+        return cast(Tensor, _Frozen.apply(self, input.to(dtype), bias_in_dtype, *self.packed()))
 
     def apply_weight(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
@@ -101,7 +107,7 @@ class _Packed:
         raise NotImplementedError
 
 
-class PackedLinear(_Packed, nn.Linear):
+class PackedLinear(_Packed, nn.Linear):  # type: ignore[override]
     plain = nn.Linear
 
     def apply_weight(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -111,7 +117,7 @@ class PackedLinear(_Packed, nn.Linear):
         return gradient @ weight
 
 
-class PackedConv2d(_Packed, nn.Conv2d):
+class PackedConv2d(_Packed, nn.Conv2d):  # type: ignore[override]
     plain = nn.Conv2d
 
     def apply_weight(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -119,7 +125,20 @@ class PackedConv2d(_Packed, nn.Conv2d):
 
     def input_gradient(self, shape: torch.Size, weight: Tensor, gradient: Tensor) -> Tensor:
         how = (self.stride, self.padding, self.dilation, self.groups)
-        return torch.nn.grad.conv2d_input(shape, weight, gradient, *how)  # type: ignore[no-untyped-call, no-any-return]
+        return cast(Tensor, conv2d_input(shape, weight, gradient, *how))
+
+
+@functools.cache
+def _places(packing: Packing, shape: torch.Size, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What `pack` makes, on meta. A model has hundreds of layers of few shapes."""
+    with unset_fake_temporarily():
+        return packing.pack(torch.empty(shape, dtype=dtype, device="meta"))
+
+
+def _compute_dtype(input: Tensor) -> torch.dtype:
+    kind = input.device.type
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if casts else input.dtype
 
 
 class _Frozen(torch.autograd.Function):
@@ -132,7 +151,7 @@ class _Frozen(torch.autograd.Function):
         return layer.apply_weight(input, layer.packing.unpack(packed, layer.weight_shape, input.dtype), bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         packed = ctx.saved_tensors
         weight = ctx.layer.packing.unpack(packed, ctx.layer.weight_shape, gradient.dtype)
@@ -148,15 +167,15 @@ class _Weight(Tensor):
     @staticmethod
     def __new__(cls, layer: _Packed) -> "_Weight":
         device = layer.packed()[0].device
-        made = Tensor._make_wrapper_subclass(cls, layer.weight_shape, dtype=layer.weight_dtype, device=device)  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(cls, layer.weight_shape, dtype=layer.weight_dtype, device=device)
         made.layer = layer
-        return cast("_Weight", made)
+        return made
 
     def __init__(self, layer: _Packed) -> None:
         """All is done in __new__, as tensors demand."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         args, kwargs = tree_map_only(cls, lambda weight: weight.layer.unpacked(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -177,6 +196,15 @@ def packing_report(groups: Sequence[BlockGroup]) -> tuple[int, int]:
     return sum(kept), len(kept) - sum(kept)
 
 
+def packed_weights(model: nn.Module) -> dict[str, int]:
+    """Format ("nf4", "int8", …) -> weights held in it."""
+    counts: dict[str, int] = {}
+    for layer in model.modules():
+        if isinstance(layer, _Packed):
+            counts[layer.packing.title] = counts.get(layer.packing.title, 0) + layer.weight_shape.numel()
+    return counts
+
+
 def _layers(groups: Sequence[BlockGroup]) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     for group in groups:
         for block in group.blocks:
@@ -186,27 +214,33 @@ def _layers(groups: Sequence[BlockGroup]) -> Iterator[tuple[nn.Module, str, nn.M
                         yield parent, name, child
 
 
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+@dataclass(frozen=True)
 class RowScaled(Packing):
-    """Eight bits a weight and one float32 factor a row (an output feature or channel): |row|'s largest -> `LARGEST`."""
+    """Eight bits a weight, and one float32 factor a row (an output feature or channel) that brings its largest weight
+    to the format's."""
 
-    LARGEST: ClassVar[dict[torch.dtype, float]] = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+    storage: torch.dtype
+    kinds: tuple[type[nn.Module], ...]
 
-    def __init__(self, storage: torch.dtype, kinds: tuple[type[nn.Module], ...]) -> None:
-        self.storage, self.kinds = storage, kinds
-        self.largest = self.LARGEST[storage]
+    @property
+    def title(self) -> str:
+        return "int8" if self.storage is torch.int8 else "fp8"
 
     def fits(self, layer: nn.Module) -> bool:
         plain = not isinstance(layer, nn.Conv2d) or (layer.padding_mode == "zeros" and layer.padding != "same")
         return isinstance(layer, self.kinds) and plain
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        values = weight.float()
+        values, largest = weight.float(), LARGEST[self.storage]
         rest = tuple(range(1, weight.ndim))
-        scale = values.abs().amax(rest, keepdim=True).div_(self.largest).clamp_min_(torch.finfo(torch.float32).tiny)
+        scale = values.abs().amax(rest, keepdim=True).div_(largest).clamp_min_(torch.finfo(torch.float32).tiny)
         values = values / scale
         if not self.storage.is_floating_point:
             values = values.round_()
-        return {"codes": values.clamp_(-self.largest, self.largest).to(self.storage), "scale": scale}
+        return {"codes": values.clamp_(-largest, largest).to(self.storage), "scale": scale}
 
     def unpack(self, packed: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
         codes, scale = packed

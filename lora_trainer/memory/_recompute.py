@@ -23,19 +23,30 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..tracker import host_memory
 
-_running_again = 0
+_first_runs = _second_runs = 0
+"""How many are under way, one inside the other."""
 
 
 def in_recomputation() -> bool:
     """Whether a block is being run again for its backward pass."""
-    return _running_again > 0
+    return _second_runs > 0
+
+
+def in_checkpoint() -> bool:
+    """Whether nothing of what runs now is kept for the backward pass."""
+    return _first_runs + _second_runs > 0
 
 
 def recompute(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """function(*args, **kwargs), of which only the tensors among the arguments are kept for the backward pass."""
+    global _first_runs
     frame = _Frame(function, args, kwargs)
-    with saved_tensors_hooks(frame.pack, frame.unpack):
-        result = function(*args, **kwargs)
+    _first_runs += 1
+    try:
+        with saved_tensors_hooks(frame.pack, frame.unpack):
+            result = function(*args, **kwargs)
+    finally:
+        _first_runs -= 1
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
     for output in outputs:
         assert output.grad_fn is not None
@@ -141,8 +152,8 @@ class _Frame:
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
-        global _running_again
-        _running_again += 1
+        global _second_runs
+        _second_runs += 1
         try:
             with ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
@@ -152,7 +163,7 @@ class _Frame:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
                 yield
         finally:
-            _running_again -= 1
+            _second_runs -= 1
 
 
 class _RandomState:

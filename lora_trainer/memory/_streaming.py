@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..tracker import count_transfer
 from ._host import is_fake
-from ._recompute import in_recomputation
+from ._recompute import in_checkpoint, in_recomputation
 
 ALIGNMENT = 256
 """Bytes; what kernels may assume of a tensor that an allocator returned, and more than any dtype needs."""
@@ -68,14 +68,14 @@ class Master:
     def __init__(self, block: nn.Module, make_buffer: Callable[[int, Tensor], Tensor]) -> None:
         self._pieces: list[_Piece] = []
         starts: dict[int, int] = {}
-        self.nbytes, self.like = 0, next(tensor for _, _, tensor in frozen_tensors(block))
+        self.nbytes = 0
         for owner, name, tensor in frozen_tensors(block):
             assert type(tensor) in (Tensor, nn.Parameter, FakeTensor), f"{type(tensor)} cannot lie in a flat buffer"
             if id(tensor) not in starts:  # one tensor under two names stays one
                 starts[id(tensor)] = self.nbytes
                 self.nbytes += _aligned(tensor.nbytes)
             self._pieces.append(_Piece(owner, name, starts[id(tensor)], tensor.dtype, tensor.shape))
-        self.buffer = make_buffer(self.nbytes, self.like)
+        self.buffer = make_buffer(self.nbytes, next(tensor for _, _, tensor in frozen_tensors(block)))
         for piece in self._pieces:
             piece.view(self.buffer).copy_(piece.owner[piece.name].detach())
         self.bind(self.buffer)
@@ -111,7 +111,7 @@ class Ring:
     _stream: Any = None
 
     def __post_init__(self) -> None:
-        like = self.masters[0].like
+        like = self.masters[0].buffer
         self.num_slots = min(self.num_slots, len(self.masters))
         for first in range(self.num_slots):
             sizes = [master.nbytes for master in self.masters[first :: self.num_slots]]
@@ -181,6 +181,7 @@ class Streamed:
         self.forward, self.ring, self.index = forward, ring, index
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        backward = in_recomputation()
-        self.ring.begin(self.index, backward)
+        kept = torch.is_grad_enabled() and not in_checkpoint()
+        assert not kept, "a streamed block needs gradient checkpointing: its weights are gone before the backward pass"
+        self.ring.begin(self.index, backward=in_recomputation())
         return self.forward(*args, **kwargs)

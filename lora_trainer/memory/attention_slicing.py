@@ -28,8 +28,7 @@ def fuses(heads: int, head_dim: int, device: torch.device, dtype: torch.dtype) -
     from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
     probe = torch.empty(1, heads, 64, head_dim, device=device, dtype=dtype)
-    # torch 2.6 has a seventh argument, enable_gqa, as do later versions
-    params = SDPAParams(probe, probe, probe, None, 0.0, False, False)
+    params = SDPAParams(probe, probe, probe, None, 0.0, False, False)  # no mask, dropout, causality, shared heads
     return bool(can_use_flash_attention(params) or can_use_efficient_attention(params))
 
 
@@ -54,7 +53,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> T
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     return cast(
         Tensor,
-        checkpoint(F.scaled_dot_product_attention, query, key, value, mask, use_reentrant=False, preserve_rng_state=False),
+        checkpoint(
+            F.scaled_dot_product_attention, query, key, value, mask, use_reentrant=False, preserve_rng_state=False
+        ),
     )
 
 

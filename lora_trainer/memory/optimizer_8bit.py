@@ -26,7 +26,7 @@ class Optimizer8bit(OptimizerTechnique):
     paged: bool = False
 
     def build(self, groups: Groups, settings: TrainingConfig) -> torch.optim.Optimizer:
-        name = resolve_name(settings.model_copy(update={"use_8bit_optimizer": True}))
+        name = resolve_name(settings.model_copy(update={"use_8bit_optimizer": "yes"}))
         simulated = any(isinstance(parameter, FakeTensor) for group in groups for parameter in group["params"])
         if simulated:  # bitsandbytes would page real memory
             name = UNPAGED.get(name, name)

@@ -31,6 +31,10 @@ class FourBit(Packing):
     kind: Literal["nf4", "fp4"]
     double: bool
 
+    @property
+    def title(self) -> str:
+        return self.kind
+
     def fits(self, layer: nn.Module) -> bool:
         return isinstance(layer, nn.Linear) and layer.in_features * layer.out_features % BLOCK == 0
 
@@ -58,12 +62,16 @@ def _pack_scale(scale: Tensor) -> dict[str, Tensor]:
     top = logs.amax(1, keepdim=True)
     low = torch.maximum(logs.amin(1, keepdim=True), top - WIDEST)
     step = ((top - low) / 255).clamp_min(1e-9)
-    return {"scale": ((logs - low) / step).round_().clamp_(0, 255).to(torch.uint8), "scale_low": low, "scale_step": step}
+    return {
+        "scale": ((logs - low) / step).round_().clamp_(0, 255).to(torch.uint8),
+        "scale_low": low,
+        "scale_step": step,
+    }
 
 
 def _unpack_scale(packed: Sequence[Tensor], count: int) -> Tensor:
     codes, low, step = packed
-    return codes.float().mul_(step).add_(low).exp_().flatten()[:count]
+    return torch.addcmul(low, codes.float(), step).exp_().view(-1)[:count]
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ fake tensors are "cpu" ones (SDPA then takes its fused kernel, as on a card); on
 What a tracker cannot see (CUDA context, workspaces, fragmentation) is allowance.py's business.
 """
 
-import dataclasses
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,7 @@ from .. import adapters, loop, optimizers
 from ..config.schema import Config
 from ..families._base import Batch, Family, Framing, Sampling
 from ..tracker import MemoryTracker, PhasePeak, host_memory
-from ._base import MemoryPlan, Technique
+from ._base import MemoryPlan
 
 TRAINING_PHASES = ("forward", "backward", "optimizer")
 
@@ -64,7 +63,10 @@ def simulation_device() -> torch.device:
 
 
 def simulate_training(family: Family, config: Config, dtype: torch.dtype, plan: MemoryPlan, shape: Shape) -> Prediction:
-    """Load, forward, backward, optimizer, then validation, preview and save as far as `shape` has them."""
+    """Load, forward, backward, optimizer, then validation, preview and save as far as `shape` has them.
+
+    `plan` is one made for `simulation_device()`.
+    """
     device = simulation_device()
     model, adapter = _meta_model(family, config, dtype, plan)
     vae = family.load_vae(torch.device("meta"), dtype) if shape.previews else None
@@ -74,27 +76,25 @@ def simulate_training(family: Family, config: Config, dtype: torch.dtype, plan: 
         make_fake(model, device, tracker)
         plan.wrap(model, family.blocks(model))
         trainee = _trainee(family, config, model, adapter, plan, device, tracker)
-        window = [_fake_batch(batch, device)] * min(shape.accumulation, 2)
-        for _ in range(2):
-            tracker.flops = tracker.transferred = 0
-            _step(trainee, window, tracker)
+        moved = _fake_batch(batch, device)
+        _first_update(trainee, tracker)
+        _step(trainee, moved, tracker, accumulating=shape.accumulation > 1)
         cost = (tracker.flops, tracker.transferred)
         model.eval()
         with torch.no_grad():
             if shape.validation:
                 tracker.enter_phase("validation")
-                with trainee.plan.quiet_context():
-                    family.loss(model, window[0])
+                with plan.step_context():
+                    family.loss(model, moved)
             if vae is not None:
                 tracker.enter_phase("preview")
-                _preview(family, model, vae, trainee.plan, shape, tracker)
+                _preview(family, model, vae, plan, shape, tracker)
                 del vae
             tracker.enter_phase("save")
-            with trainee.plan.quiet_context():
+            with plan.step_context():
                 family.probe(model)
         phases = tracker.peaks()
-    scale = shape.accumulation / len(window)
-    return Prediction(phases, int(cost[0] * scale), int(cost[1] * scale))
+    return Prediction(phases, cost[0] * shape.accumulation, cost[1] * shape.accumulation)
 
 
 def simulate_caching(family: Family, dtype: torch.dtype, resolution: tuple[int, int]) -> Prediction:
@@ -166,21 +166,14 @@ def _trainee(
     plan: MemoryPlan,
     device: torch.device,
     tracker: MemoryTracker,
-) -> "loop.Trainee":
+) -> loop.Trainee:
     named = adapter.named_parameters()
     optimizer = plan.build_optimizer(optimizers.param_groups(named, config.training), config.training)
     scaler = torch.amp.GradScaler("cpu", enabled=False)  # the real one waits for values, which fakes have not
-    watched = _WatchedPlan(tuple(_on_device(technique, device) for technique in plan.techniques), tracker)
+    watched = _WatchedPlan(plan.techniques, tracker)
     return loop.Trainee(
         family, model, list(named.values()), optimizer, scaler, watched, device, 0, config.training.max_grad_norm
     )
-
-
-def _on_device(technique: Technique, device: torch.device) -> Technique:
-    """Mixed precision names its device type; here that is the simulation's."""
-    if dataclasses.is_dataclass(technique) and hasattr(technique, "device"):
-        return dataclasses.replace(technique, device=device.type)  # type: ignore[type-var]
-    return technique
 
 
 @dataclass(frozen=True)
@@ -198,17 +191,27 @@ class _WatchedPlan(MemoryPlan):
         self.tracker.mark_saved()
         self.tracker.enter_phase("backward")
 
-    def quiet_context(self) -> AbstractContextManager[None]:
-        return super().step_context()
+
+def _first_update(trainee: loop.Trainee, tracker: MemoryTracker) -> None:
+    """The optimizer's state comes to be in the first update; the steps after it are the ones that count."""
+    for parameter in trainee.params:
+        parameter.grad = torch.zeros_like(parameter)
+    trainee.optimizer.step()
+    tracker.mark(_state_tensors(trainee.optimizer), "optimizer")
+    trainee.optimizer.zero_grad(set_to_none=True)
 
 
-def _step(trainee: loop.Trainee, window: list[Batch], tracker: MemoryTracker) -> None:
-    """One optimizer step of loop.train, without its questions about values."""
-    loop.gradients(trainee, window, 0, len(window))
+def _step(trainee: loop.Trainee, batch: Batch, tracker: MemoryTracker, *, accumulating: bool) -> None:
+    """The last micro-batch of a window and the update: earlier ones have left their gradients behind."""
+    if accumulating:
+        for parameter in trainee.params:
+            parameter.grad = torch.zeros_like(parameter)
+        tracker.mark((p.grad for p in trainee.params if p.grad is not None), "gradients")
+    tracker.flops = tracker.transferred = 0
+    loop.gradients(trainee, [batch], 0, trainee.family.num_terms(batch))
     tracker.mark((p.grad for p in trainee.params if p.grad is not None), "gradients")
     tracker.enter_phase("optimizer")
     trainee.optimizer.step()
-    tracker.mark(_state_tensors(trainee.optimizer), "optimizer")
     trainee.optimizer.zero_grad(set_to_none=True)
 
 
@@ -229,7 +232,7 @@ def _preview(
     size = shape.preview_resolution or shape.resolution
     example = {name: value[0] for name, value in family.example_batch(1, size).items()}
     conditions = {name: value for name, value in example.items() if name not in ("latents", "seeds", "weight")}
-    with plan.quiet_context():
+    with plan.step_context():
         latents = family.sample(model, [conditions], conditions, Sampling(size, steps=1))
     make_fake(vae, latents.device, tracker)
     family.decode_image(vae, latents)

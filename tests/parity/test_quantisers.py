@@ -17,12 +17,15 @@ from lora_trainer.families._base import Batch, Family
 from lora_trainer.loop import Trainee, train
 from lora_trainer.memory._base import ConvertTechnique, MemoryPlan, Technique
 from lora_trainer.memory._packed import PackedConv2d, PackedLinear, packing_report
+from lora_trainer.memory.activation_offload import ActivationOffload
+from lora_trainer.memory.block_streaming import BlockStreaming, streaming_report
 from lora_trainer.memory.cast_fp8 import CastFp8
 from lora_trainer.memory.gradient_checkpointing import GradientCheckpointing, recomputations
 from lora_trainer.memory.mixed_precision import MixedPrecision
 from lora_trainer.memory.quantize_4bit import Quantize4bit
 from lora_trainer.memory.quantize_8bit import Quantize8bit
 from lora_trainer.optimizers import param_groups
+from lora_trainer.tracker import MemoryTracker
 
 CPU = torch.device("cpu")
 BF16 = MixedPrecision("bf16", "cpu")
@@ -138,7 +141,9 @@ def test_a_packed_base_is_the_base_with_rounded_weights(family_of, release, base
     assert way.norm() > 1e-2
 
 
-@pytest.mark.parametrize(("release", "base"), [("sd1", (NF4,)), ("sd1", (INT8,)), ("sdxl", (NF4, INT8)), ("sdxl", (FP8,))])
+@pytest.mark.parametrize(
+    ("release", "base"), [("sd1", (NF4,)), ("sd1", (INT8,)), ("sdxl", (NF4, INT8)), ("sdxl", (FP8,))]
+)
 def test_with_checkpointing_under_bf16(family_of, release, base):
     family, plan = family_of(release), MemoryPlan(base)
     settings = {"lora_targets": "all", "lora_dropout": 0.2}
@@ -148,6 +153,20 @@ def test_with_checkpointing_under_bf16(family_of, release, base):
     assert found == pytest.approx(losses, rel=1e-5)
     assert torch.allclose(packed_way, way, atol=1e-4)
     assert recomputations(model) > 0
+
+
+@pytest.mark.parametrize(("release", "base"), [("sd1", (NF4, INT8)), ("sdxl", (FP8,))])
+def test_streamed_and_offloaded(family_of, release, base):
+    """DoRA too, which asks streamed layers for their weights."""
+    family, streaming = family_of(release), BlockStreaming()
+    settings = {"lora_targets": "all", "dora": True}
+    losses, way = run(family, load(family, MemoryPlan(base)), **settings)
+    model = load(family, MemoryPlan((*base, streaming)))
+    others = (GradientCheckpointing(), ActivationOffload(min_bytes=256))
+    found, streamed_way = run(family, model, streaming, *others, **settings)
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert torch.allclose(streamed_way, way, atol=1e-4)
+    assert streaming_report(model).loads > streaming_report(model).blocks > 5
 
 
 # -- the bound against the plain base: losses within 0.2 %, and the adapter's direction
@@ -180,6 +199,21 @@ def test_it_learns_as_the_plain_base_does(family_of, plain_run, base):
     losses, _ = run(family, load(family, MemoryPlan(base)), **settings)
     assert plain[-1] < 0.9 * plain[0]
     assert losses[0] - losses[-1] == pytest.approx(plain[0] - plain[-1], rel=0.1)
+
+
+@each_release
+def test_loading_never_holds_the_whole_base(family_of, release):
+    family, plan = family_of(release), MemoryPlan((NF4, INT8))
+    plain = load(family, MemoryPlan(()))
+    sizes = [parameter.nbytes for parameter in plain.parameters()]
+    with MemoryTracker() as tracker:
+        model = load(family, plan)
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    slack = 512 * len(sizes) * 2  # the tracker's rounding
+    assert tracker.now <= held + slack
+    assert tracker.peak <= held + 4 * max(sizes) + slack
+    assert tracker.host_peak <= 2 * max(sizes) + 1024  # one being read, one being packed
+    assert held < 0.4 * sum(sizes)
 
 
 # -- the file

@@ -1,0 +1,158 @@
+"""How the last run of a config ended, read from its folder: metricas.jsonl, plano.json and its lock."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from ..card import GIB
+from ..config import names
+from ..config.loading import Loaded
+from ..config.schema import Config
+from ..errors import t
+from ..memory.advice import explain
+from ..memory.ram import killed_notice
+from ..run_folder import RunFolder
+
+End = Literal["done", "stopped", "killed", "running"]
+ENDS = ("done", "stopped")
+"""Events that a run ends with, unless it is killed."""
+MEMORY_REASONS = ("DoesNotFitError", "OutOfMemoryError")
+OPTION_OF_TECHNIQUE: dict[str, names.Key] = {
+    "GradientCheckpointing": ("training", "gradient_checkpointing"),
+    "Optimizer8bit": ("training", "use_8bit_optimizer"),
+    "Quantize4bit": ("memory", "base_quantization"),
+    "Quantize8bit": ("memory", "base_quantization"),
+    "CastFp8": ("memory", "base_quantization"),
+    "BlockStreaming": ("memory", "block_streaming"),
+    "ActivationOffload": ("memory", "activation_offload"),
+}
+"""Class name in plano.json -> the option that switches it."""
+
+
+@dataclass(frozen=True)
+class LastRun:
+    end: End
+    step: int
+    reason: str = ""
+    problem: str = ""
+    ooms: list[dict[str, Any]] = field(default_factory=list)
+    phase: str = ""
+    """Of the last out-of-memory, else of the highest peak on record."""
+    causes: dict[str, int] = field(default_factory=dict)
+    """Bytes at that peak."""
+    techniques: list[str] = field(default_factory=list)
+
+    @property
+    def memory_ended(self) -> bool:
+        return self.reason in MEMORY_REASONS or (self.end == "killed")
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_last_run(loaded: Loaded) -> LastRun | None:
+    """None where the config has not been run."""
+    folder = RunFolder(loaded.run_dir, loaded.name)
+    rows = _last_start(_rows(folder.metrics))
+    if not rows:
+        return None
+    row = rows[-1] if rows[-1].get("event") in ENDS else {}
+    end: End = "done" if row.get("event") == "done" else "stopped" if row else "killed"
+    if end == "killed" and _alive(folder):
+        end = "running"
+    ooms = [row for row in rows if row.get("event") == "oom"]
+    plan = _plan(folder.path / "plano.json")
+    phase, causes = _peak(plan, str(ooms[-1].get("phase", "")) if ooms else "")
+    return LastRun(
+        end=end,
+        step=max((int(r["step"]) for r in rows if "loss" in r), default=0),
+        reason=str(row.get("reason", "")),
+        problem=str(row.get("problem", "")),
+        ooms=ooms,
+        phase=phase,
+        causes=causes,
+        techniques=[str(name) for name in plan.get("techniques", [])],
+    )
+
+
+def last_run_lines(run: LastRun, config: Config) -> list[str]:
+    """The end in one line, then, where memory was the trouble, what to change."""
+    lines = [_end_line(run)]
+    if run.problem:
+        lines.append(f"  {run.problem}")
+    if run.end == "killed":
+        lines.append(f"  {killed_notice()}")
+    if run.ooms:
+        count = len(run.ooms)
+        lines.append(t(pt=f"  faltou VRAM {count} vez(es)", en=f"  out of VRAM {count} time(s)"))
+    if run.memory_ended or run.ooms:
+        on = frozenset(OPTION_OF_TECHNIQUE[name] for name in run.techniques if name in OPTION_OF_TECHNIQUE)
+        lines += [f"  {line}" for line in explain(run.phase or "train", run.causes, config, on)]
+    return lines
+
+
+def _end_line(run: LastRun) -> str:
+    how = {
+        "done": t(pt="terminou", en="it finished"),
+        "stopped": t(pt="parou", en="it stopped"),
+        "killed": t(pt="foi encerrada", en="it was killed"),
+        "running": t(pt="está em andamento", en="it is running"),
+    }[run.end]
+    where = t(pt=f"no passo {run.step}", en=f"at step {run.step}")
+    return t(pt=f"última execução: {how} {where}", en=f"last run: {how} {where}")
+
+
+def _last_start(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows since the end before the last: resumed runs append to the same file."""
+    ends = [index for index, row in enumerate(rows[:-1]) if row.get("event") in ENDS]
+    return rows[ends[-1] + 1 :] if ends else rows
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """A line cut by a killed process is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+def _plan(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _peak(plan: Mapping[str, Any], phase: str) -> tuple[str, dict[str, int]]:
+    """(phase, bytes by cause): `phases` of the plan are GiB by cause."""
+    recorded = plan.get("phases")
+    phases = {
+        str(name): {str(cause): int(float(count) * GIB) for cause, count in causes.items() if _is_number(count)}
+        for name, causes in (recorded.items() if isinstance(recorded, dict) else ())
+        if isinstance(causes, dict)
+    }
+    if phase not in phases and phases and not phase:
+        phase = max(phases, key=lambda name: sum(phases[name].values()))
+    return phase, {cause: count for cause, count in phases.get(phase, {}).items() if cause not in ("total", "host")}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _alive(folder: RunFolder) -> bool:
+    lock = folder.path.with_name(f".{folder.path.name}.lock")
+    try:
+        return bool(psutil.pid_exists(int(json.loads(lock.read_text())["pid"])))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

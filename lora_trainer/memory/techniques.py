@@ -1,0 +1,52 @@
+"""From a config to the techniques it asks for. Where an option is still `auto`, the plan has not spoken: the usual holds."""
+
+from pathlib import Path
+
+import torch
+
+from ..config.schema import Config
+from ..errors import ConfigError, t
+from ..hardware import Precision
+from ._base import MemoryPlan, Technique
+from .activation_offload import ActivationOffload
+from .block_streaming import BlockStreaming
+from .cast_fp8 import CastFp8
+from .gradient_checkpointing import GradientCheckpointing
+from .mixed_precision import MixedPrecision
+from .optimizer_8bit import Optimizer8bit
+from .optimizer_in_backward import OptimizerInBackward
+from .quantize_4bit import Quantize4bit
+from .quantize_8bit import Quantize8bit
+
+QUANTIZERS: dict[str, type[Technique]] = {"nf4": Quantize4bit, "int8": Quantize8bit, "fp8": CastFp8}
+
+
+def make_plan(config: Config, precision: Precision, device: torch.device, folder: Path) -> MemoryPlan:
+    """`folder`: where a mapped host master would lie. Raises ConfigError for options that cannot go together."""
+    training, memory = config.training, config.memory
+    techniques: list[Technique] = []
+    if memory.base_quantization in QUANTIZERS:
+        techniques.append(QUANTIZERS[memory.base_quantization]())
+    if isinstance(memory.block_streaming, float):
+        mapped = memory.mapped_master == "yes"
+        techniques.append(BlockStreaming(fraction=memory.block_streaming, mapped=mapped, folder=str(folder)))
+    if training.gradient_checkpointing != "no":
+        techniques.append(GradientCheckpointing())
+    if memory.activation_offload == "yes":
+        techniques.append(ActivationOffload())
+    if precision.name == "bf16" or precision.name == "fp16":
+        techniques.append(MixedPrecision(precision.name, device.type))
+    if memory.optimizer_in_backward == "yes":
+        in_backward = OptimizerInBackward()
+        if reason := in_backward.conflicts(training, precision):
+            raise ConfigError(
+                t(
+                    pt=f"memoria.otimizador_no_backward não anda junto com: {reason}",
+                    en=f"memory.optimizer_in_backward does not go with: {reason}",
+                ),
+                t(pt="mude um dos dois", en="change one of the two"),
+            )
+        techniques.append(in_backward)
+    elif training.use_8bit_optimizer == "yes":
+        techniques.append(Optimizer8bit())
+    return MemoryPlan(tuple(techniques))

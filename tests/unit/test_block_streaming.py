@@ -1,0 +1,463 @@
+"""The streaming engine's promises: what streams, when it is copied, what it costs on the device, and that errors show."""
+
+import copy
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_unets import ATTENTION, TinyFamily, make_batch, make_model, trainable
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lora_trainer.config.schema import TrainingConfig
+from lora_trainer.families._base import BlockGroup
+from lora_trainer.hardware import Precision
+from lora_trainer.memory import _streaming
+from lora_trainer.memory._base import MemoryPlan, Technique
+from lora_trainer.memory.activation_offload import ActivationOffload
+from lora_trainer.memory.block_streaming import BlockStreaming, choose, ring_buffers, streamable_bytes, streaming_report
+from lora_trainer.memory.gradient_checkpointing import GradientCheckpointing
+from lora_trainer.memory.optimizer_in_backward import OptimizerInBackward
+from lora_trainer.tracker import MemoryTracker
+
+STREAMING, CHECKPOINTING = BlockStreaming(), GradientCheckpointing()
+MIB = 2**20
+
+
+class Block(nn.Module):
+    """Linear with a frozen weight and a trained bias; `packed` stands for quantised bytes and their scale."""
+
+    def __init__(self, width: int, packed: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.linear.weight.requires_grad_(False)
+        if packed:
+            self.register_buffer("codes", torch.arange(width, dtype=torch.uint8))
+            self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.linear(x))
+        return x + self.codes * self.scale if hasattr(self, "codes") else x
+
+
+class Chain(nn.Module):
+    def __init__(self, count: int = 5, width: int = 16, packed: bool = False) -> None:
+        super().__init__()
+        self.stem = nn.Linear(width, width).requires_grad_(False)
+        self.blocks = nn.ModuleList(Block(width, packed) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    @property
+    def groups(self) -> list[BlockGroup]:
+        return [BlockGroup("chain", list(self.blocks))]
+
+
+def apply(model: Chain, *techniques: Technique) -> Chain:
+    MemoryPlan(techniques).wrap(model, model.groups)
+    return model
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model(x).square().sum().backward()
+    found = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
+    model.zero_grad()
+    return found
+
+
+# -- which blocks stream
+
+
+@settings(max_examples=50, deadline=None)
+@given(widths=st.lists(st.integers(1, 64), min_size=1, max_size=30), fraction=st.floats(0, 1))
+def test_the_share_is_met_everywhere_along_the_model(widths, fraction):
+    """Bytes and even spacing: over every prefix the streamed bytes are within the largest block of the share."""
+    blocks = [nn.Linear(width, width, device="meta").requires_grad_(False) for width in widths]
+    sizes = [_streaming.frozen_bytes(block) for block in blocks]
+    chosen = {id(block) for block in choose(blocks, fraction)}
+    streamed = passed = 0
+    for block, size in zip(blocks, sizes, strict=True):
+        passed += size
+        streamed += size if id(block) in chosen else 0
+        assert abs(streamed - fraction * passed) <= max(sizes)
+
+
+def test_all_or_nothing_and_every_other():
+    blocks = list(Chain(8).blocks)
+    assert choose(blocks, 1.0) == blocks
+    assert choose(blocks, 0.0) == []
+    assert choose(blocks, 0.5) == blocks[::2]
+    assert streamable_bytes([BlockGroup("", blocks)]) == 8 * 16 * 16 * 4
+
+
+def test_layers_are_told_their_home_before_weights_are_read():
+    with torch.device("meta"):
+        model = Chain(4)
+    BlockStreaming(fraction=0.5).convert(model, model.groups)
+    homes = [getattr(module, "home", None) for module in (model.stem, *(block.linear for block in model.blocks))]
+    cpu = torch.device("cpu")
+    assert homes == [None, cpu, None, cpu, None]
+
+
+def test_what_was_marked_is_what_streams():
+    """Packing changes sizes between the two moments, which must not change the choice."""
+    model = Chain(4)
+    model.blocks[2].home = torch.device("cpu")
+    apply(model, BlockStreaming(fraction=0.9), CHECKPOINTING)
+    assert [isinstance(getattr(b.forward, "forward", None), _streaming.Streamed) for b in model.blocks] == [
+        False, False, True, False,
+    ]  # fmt: skip
+
+
+# -- the engine
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("slots", [1, 2, 3, 9])
+def test_gradients_are_those_of_the_plain_model(slots, packed):
+    torch.manual_seed(0)
+    plain, x = Chain(packed=packed), torch.randn(3, 16)
+    streamed = apply(copy.deepcopy(plain), BlockStreaming(slots=slots), CHECKPOINTING)
+    for _ in range(3):
+        for got, expected in zip(gradients(streamed, x), gradients(plain, x), strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_once_learned_no_block_waits_and_none_comes_twice():
+    """Per step: every block in, all but the two that the turn finds in their slots in again, the next step's first two kept."""
+    model, x = apply(Chain(6), STREAMING, CHECKPOINTING), torch.randn(3, 16)
+    gradients(model, x)
+    first = streaming_report(model)
+    assert (first.blocks, first.ring_bytes, first.host_bytes) == (6, 2 * 1024, 6 * 1024)
+    gradients(model, x)
+    second = streaming_report(model)
+    assert second.late - first.late <= 1
+    assert second.loads - first.loads == (6 - 2) + (6 - 2)
+
+
+def test_sampling_goes_round_and_training_finds_its_way_again():
+    model, x = apply(Chain(6), STREAMING, CHECKPOINTING), torch.randn(3, 16)
+    gradients(model, x)
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+        before = streaming_report(model)
+        model(x)
+    after = streaming_report(model)
+    assert (after.loads - before.loads, after.late - before.late) == (6, 0)
+    torch.manual_seed(0)
+    plain = Chain(6)
+    streamed = apply(copy.deepcopy(plain), STREAMING, CHECKPOINTING)
+    with torch.no_grad():
+        streamed(x)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(streamed, x), gradients(plain, x), strict=True))
+
+
+def test_weights_keep_address_dtype_and_kind():
+    model = apply(Chain(4, packed=True), STREAMING, CHECKPOINTING)
+    before = {name: value.data_ptr() for name, value in model.blocks.state_dict().items()}
+    gradients(model, torch.randn(3, 16))
+    assert {name: value.data_ptr() for name, value in model.blocks.state_dict().items()} == before
+    first = model.blocks[0]
+    assert not isinstance(first.linear.weight, nn.Parameter)
+    assert isinstance(first.linear.bias, nn.Parameter)
+    assert (first.codes.dtype, first.codes.data_ptr() % _streaming.ALIGNMENT) == (
+        torch.uint8,
+        model.blocks[2].codes.data_ptr() % 256,
+    )
+    assert first.linear.weight.data_ptr() == model.blocks[2].linear.weight.data_ptr()
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in Chain(4, packed=True).named_modules()]
+
+
+def test_a_tensor_under_two_names_stays_one():
+    model = Chain(3)
+    model.blocks[0].register_buffer("again", model.blocks[0].linear.weight.data)
+    model.blocks[0].linear._parameters["weight"] = model.blocks[0].again
+    apply(model, STREAMING, CHECKPOINTING)
+    assert model.blocks[0].again is model.blocks[0].linear.weight
+    assert streaming_report(model).host_bytes == 3 * 1024
+
+
+def test_masters_never_change():
+    model = apply(Chain(4), STREAMING, CHECKPOINTING)
+    masters = model.blocks[0].forward.forward.ring.masters
+    before = [master.buffer.clone() for master in masters]
+    gradients(model, torch.randn(3, 16))
+    assert all(torch.equal(master.buffer, copy_) for master, copy_ in zip(masters, before, strict=True))
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_slot_overwritten_too_early_is_an_error(at):
+    """The hazard of every streaming scheme: a silently wrong gradient."""
+    model, x = apply(Chain(4), STREAMING, CHECKPOINTING), torch.randn(3, 16)
+    streamed = model.blocks[at].forward.forward
+    forward, slot = streamed.forward, streamed.ring.buffers[at % 2]
+
+    class Spoil(torch.autograd.Function):
+        """Runs in the block's backward pass before that of its linear layer."""
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            slot.zero_()
+            return gradient
+
+    streamed.forward = lambda x: Spoil.apply(forward(x))
+    with pytest.raises(RuntimeError, match="overwritten after the block ran again"):
+        model(x.requires_grad_()).sum().backward()
+
+
+def test_a_slot_overwritten_between_the_passes_does_no_harm():
+    torch.manual_seed(0)
+    plain, x = Chain(4), torch.randn(3, 16)
+    model = apply(copy.deepcopy(plain), STREAMING, CHECKPOINTING)
+    loss = model(x).square().sum()
+    with torch.no_grad():
+        model(torch.zeros(3, 16))  # a forward pass of another's, which leaves other blocks in the slots
+    loss.backward()
+    expected = gradients(plain, x)
+    found = [p.grad for p in model.parameters() if p.requires_grad]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_gradients_without_checkpointing_are_refused():
+    model = apply(Chain(4), STREAMING)
+    with pytest.raises(AssertionError, match="needs gradient checkpointing"):
+        model(torch.randn(3, 16))
+    with torch.no_grad():
+        assert model(torch.randn(3, 16)).isfinite().all()
+
+
+def test_streaming_outside_checkpointing_is_a_bug():
+    model = apply(Chain(4), CHECKPOINTING)
+    with pytest.raises(AssertionError, match="must come before"):
+        STREAMING.wrap(model, model.groups)
+
+
+def test_after_an_error_in_the_middle_the_step_can_be_redone():
+    torch.manual_seed(0)
+    plain, x = Chain(6), torch.randn(3, 16)
+    model = apply(copy.deepcopy(plain), STREAMING, CHECKPOINTING)
+    gradients(model, x)
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("injected")
+
+    for place, hook in ((3, model.blocks[3].linear.register_forward_hook(fail)), (1, None)):
+        if hook is None:
+            hook = model.blocks[place].linear.bias.register_hook(fail)
+        with pytest.raises(RuntimeError, match="injected"):
+            gradients(model, x)
+        hook.remove()
+        model.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(gradients(model, x), gradients(plain, x), strict=True))
+
+
+def test_master_in_a_file_leaves_none_behind(tmp_path):
+    torch.manual_seed(0)
+    plain, x = Chain(4), torch.randn(3, 16)
+    model = copy.deepcopy(plain)
+    technique = BlockStreaming(mapped=True, folder=str(tmp_path / "masters"))
+    technique.convert(model, model.groups)
+    for block in model.blocks:
+        block.linear.stow()
+        block.linear.bias.requires_grad_(True)  # this model trains what was read
+    apply(model, technique, CHECKPOINTING)
+    assert not hasattr(model.blocks[0].linear, "stow")
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model, x), gradients(plain, x), strict=True))
+    del model
+    gc.collect()
+    assert list(Path(tmp_path / "masters").iterdir()) == []
+
+
+def test_a_quantised_parameter_class_is_refused():
+    class Packed(nn.Parameter):
+        pass
+
+    model = Chain(2)
+    model.blocks[0].linear.weight = Packed(torch.zeros(16, 16), requires_grad=False)
+    with pytest.raises(AssertionError, match="flat buffer"):
+        apply(model, STREAMING)
+
+
+# -- on fake tensors, under the tracker
+
+
+def device_peaks(
+    *techniques: Technique, fake: bool = True, kind: str = "sdxl", targets: str = ATTENTION
+) -> MemoryTracker:
+    """Two real steps of a real UNet; weights counted as the simulation does."""
+    model, family, plan = make_model(kind, targets), TinyFamily(kind), MemoryPlan(techniques)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    batch = make_batch(2)
+    batch["latents"] = torch.zeros(2, 4, 16, 16)
+    if fake:
+        convert = mode.from_tensor
+        for module in model.modules():
+            for name, value in list(module._parameters.items()):
+                if value is not None:
+                    module._parameters[name] = nn.Parameter(convert(value.detach()), requires_grad=value.requires_grad)
+    with mode if fake else torch.random.fork_rng(), MemoryTracker() as tracker:
+        plan.wrap(model, family.blocks(model))
+        tracker.mark((x for x in (*model.parameters(), *model.buffers())), "frozen")
+        named = trainable(model)
+        groups = [{"params": list(named.values()), "lr": 1e-3, "base_lr": 1e-3}]
+        optimizer = plan.build_optimizer(groups, TrainingConfig(max_grad_norm=0.0))
+        for _ in range(2):
+            tracker.transferred = 0
+            with plan.step_context():
+                loss = family.loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss
+        resident = ring_buffers(model)
+        assert sum(b.nbytes for b in resident) == (streaming_report(model).ring_bytes if resident else 0)
+    return tracker
+
+
+ALL_TOGETHER = (STREAMING, CHECKPOINTING, ActivationOffload(min_bytes=1024), OptimizerInBackward())
+
+
+@pytest.mark.parametrize(
+    ("kind", "techniques"),
+    [("sd15", (CHECKPOINTING,)), ("sd15", (STREAMING, CHECKPOINTING)), ("sdxl", ALL_TOGETHER)],
+    ids=["checkpointing", "streaming", "all"],
+)
+def test_fake_tensors_take_as_much_as_real_ones(kind, techniques):
+    real, fake = (device_peaks(*techniques, kind=kind, fake=fake) for fake in (False, True))
+    assert fake.peak == pytest.approx(real.peak, rel=2e-3)
+    assert fake.host_peak == pytest.approx(real.host_peak, rel=2e-2)
+    assert fake.transferred == real.transferred
+
+
+def test_each_technique_takes_its_share_off_the_device():
+    offload = ActivationOffload(min_bytes=1024)
+    sets = {
+        "plain": (),
+        "checkpointing": (CHECKPOINTING,),
+        "half": (BlockStreaming(fraction=0.5), CHECKPOINTING),
+        "streaming": (STREAMING, CHECKPOINTING),
+        "everything": (STREAMING, CHECKPOINTING, offload),
+    }
+    plain, checkpointing, half, streaming, everything = (
+        device_peaks(*techniques, kind="sd15", fake=False) for techniques in sets.values()
+    )
+    assert checkpointing.peak < 0.9 * plain.peak
+    assert everything.peak < streaming.peak < half.peak < checkpointing.peak
+    model = make_model("sd15")
+    groups = TinyFamily("sd15").blocks(model)
+    total = streamable_bytes(groups)
+    MemoryPlan((STREAMING, CHECKPOINTING)).wrap(model, groups)
+    ring = sum(buffer.nbytes for buffer in ring_buffers(model))
+    assert checkpointing.peak - streaming.peak == pytest.approx(total - ring, rel=0.05)
+    assert streaming.host_peak == pytest.approx(total, rel=0.05)
+    assert 1.5 * total < streaming.transferred <= 2 * total
+
+
+# -- activation offload
+
+
+def offload(min_bytes: int = 1) -> ActivationOffload:
+    return ActivationOffload(min_bytes=min_bytes)
+
+
+def test_host_buffers_serve_again_in_the_next_step():
+    technique, model, x = offload(), apply(Chain(4), CHECKPOINTING), torch.randn(64, 16)
+    technique.wrap(model, model.groups)
+    with MemoryTracker() as tracker:
+        for _ in range(2):
+            with technique.context():
+                loss = model(x).sum()
+            after = tracker.host_now
+            loss.backward()
+            del loss
+    free = technique._pool.free
+    assert sum(buffer.nbytes for buffer in free) <= after
+    assert tracker.host_peak <= 5 * 64 * 16 * 4 + 10 * 5632  # block inputs, and random states of one step
+    technique.release()
+    assert not technique._pool.free
+
+
+def test_what_several_blocks_keep_is_copied_once():
+    technique, shared = offload(), torch.randn(64, 16)
+    weight = torch.randn(16, 16, requires_grad=True)
+    with technique.context(), MemoryTracker() as tracker:
+        loss = sum((shared @ weight).sum() for _ in range(5))
+    assert tracker.transferred == shared.nbytes
+    loss.backward()
+    assert torch.allclose(weight.grad, 5 * shared.sum(0)[:, None].expand(16, 16), atol=1e-4)
+
+
+def test_a_tensor_changed_between_two_savings_is_two():
+    technique, x = offload(), torch.ones(8, 8)
+    weight = torch.ones(8, 8, requires_grad=True)
+    with technique.context():
+        loss = (x @ weight).sum()
+        x.mul_(2)  # in the plain run this would be an error; offloaded, the first product keeps its own values
+        loss = loss + (x @ weight).sum()
+    loss.backward()
+    assert torch.equal(weight.grad, torch.full((8, 8), 24.0))
+
+
+def test_layouts_come_back_as_they_were():
+    technique = offload()
+    x = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    for tensor in (x, torch.randn(6, 4).t(), torch.randn(2, 3, 4)[:, 1:]):
+        weight = tensor.clone().requires_grad_()
+        with technique.context():
+            product = weight * tensor
+        saved = product.grad_fn._saved_other
+        assert torch.equal(saved, tensor)
+        assert saved.is_contiguous(memory_format=torch.channels_last) == (tensor is x)
+
+
+def test_weights_and_small_things_stay():
+    model, technique = Chain(2), offload(min_bytes=2048)
+    technique.wrap(model, model.groups)
+    with technique.context(), MemoryTracker() as tracker:
+        model(torch.randn(16, 16))  # 1 KiB activations
+    assert tracker.transferred == 0
+    with offload(min_bytes=1).context(), MemoryTracker() as tracker:
+        model(torch.randn(16, 16))
+    assert tracker.transferred > 0
+
+
+# -- optimizer in backward
+
+
+def precision(scaler: bool) -> Precision:
+    return Precision(torch.float16 if scaler else torch.bfloat16, torch.float16, scaler)
+
+
+@pytest.mark.parametrize(
+    ("changes", "scaler", "named"),
+    [
+        ({"max_grad_norm": 0.0}, False, None),
+        ({}, False, "norma_maxima_gradiente"),
+        ({"max_grad_norm": 0.0, "gradient_accumulation_steps": 4}, False, "passos_acumulacao_gradiente"),
+        ({"max_grad_norm": 0.0}, True, "fp16"),
+        ({"max_grad_norm": 0.0, "optimizer": "prodigy"}, False, "prodigy"),
+    ],
+)
+def test_what_needs_all_gradients_at_once_is_named(changes, scaler, named):
+    found = OptimizerInBackward().conflicts(TrainingConfig(**changes), precision(scaler))
+    assert (found is None) if named is None else (found is not None and named in found)
+
+
+def test_a_closed_optimizer_leaves_parameters_alone():
+    model = Chain(2)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = OptimizerInBackward().build([{"params": list(named.values()), "lr": 1.0}], TrainingConfig())
+    optimizer.close()
+    assert len(gradients(model, torch.randn(2, 16))) == 2
