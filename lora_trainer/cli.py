@@ -65,6 +65,12 @@ def _presets(arguments: argparse.Namespace) -> None:
     show(arguments, _settings(arguments))
 
 
+def _plan(arguments: argparse.Namespace) -> None:
+    from .commands.plano import show
+
+    show(arguments, _settings(arguments))
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from .commands.diagnostico import show
 
@@ -73,6 +79,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 COMMANDS = (
     Command("treinar", "train", _train, "treina o LoRA (o que acontece sem comando)", "train the LoRA (the default)"),
+    Command(
+        "plano",
+        "plan",
+        _plan,
+        "prevê memória, tempo e técnicas, sem treinar",
+        "predict memory, time and techniques, without training",
+        False,
+    ),
     Command(
         "presets", "presets", _presets, "compara os presets de 4 a 24 GB", "compare the presets from 4 to 24 GB", False
     ),

@@ -92,6 +92,10 @@ class Family(ABC):
     def configure(self, training: TrainingConfig, data: DataConfig) -> None:
         """Take what the loss depends on. Called once, before the first loss; raises ConfigError."""
 
+    @abstractmethod
+    def architecture(self) -> str:
+        """Changes with the shape of any network; not with weights."""
+
     # -- caching phase
     @abstractmethod
     def text_fingerprint(self) -> str:

@@ -68,6 +68,9 @@ class SD15(DiffusionFamily):
         chunks = _text.make_chunks(tokenizer, max_caption_tokens, int(encoder.get("vocab_size", 49408)), source.what)
         return cls(source, settings, networks, chunks)
 
+    def architecture(self) -> str:
+        return json.dumps({name: part.config for name, part in self.components.items()}, sort_keys=True, default=str)
+
     # -- caching phase
 
     def text_fingerprint(self) -> str:

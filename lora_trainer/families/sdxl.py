@@ -80,6 +80,9 @@ class SDXL(DiffusionFamily):
             chunks.append(_text.make_chunks(tokenizer, max_caption_tokens, vocabulary, source.what))
         return cls(source, settings, networks, chunks)
 
+    def architecture(self) -> str:
+        return json.dumps({name: part.config for name, part in self.components.items()}, sort_keys=True, default=str)
+
     # -- caching phase
 
     def text_fingerprint(self) -> str:

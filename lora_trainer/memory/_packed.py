@@ -214,6 +214,8 @@ def _layers(groups: Sequence[BlockGroup]) -> Iterator[tuple[nn.Module, str, nn.M
                         yield parent, name, child
 
 
+AT_ONCE = 1 << 22
+"""Weights."""
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
@@ -234,13 +236,23 @@ class RowScaled(Packing):
         return isinstance(layer, self.kinds) and plain
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        values, largest = weight.float(), LARGEST[self.storage]
-        rest = tuple(range(1, weight.ndim))
-        scale = values.abs().amax(rest, keepdim=True).div_(largest).clamp_min_(torch.finfo(torch.float32).tiny)
-        values = values / scale
+        """Some rows at a time: a float32 copy of the whole weight could be the peak of a run."""
+        codes = torch.empty(weight.shape, dtype=self.storage, device=weight.device)
+        height = max(1, AT_ONCE // weight[0].numel())
+        scales = [
+            self._pack_rows(weight[at : at + height], codes[at : at + height]) for at in range(0, len(weight), height)
+        ]
+        return {"codes": codes, "scale": torch.cat(scales)}
+
+    def _pack_rows(self, rows: Tensor, codes: Tensor) -> Tensor:
+        largest, dims = LARGEST[self.storage], tuple(range(1, rows.ndim))
+        scale = torch.linalg.vector_norm(rows, torch.inf, dims, keepdim=True, dtype=torch.float32) / largest
+        scale.clamp_min_(torch.finfo(torch.float32).tiny)
+        values = rows / scale
         if not self.storage.is_floating_point:
-            values = values.round_()
-        return {"codes": values.clamp_(-largest, largest).to(self.storage), "scale": scale}
+            values.round_()
+        codes.copy_(values.clamp_(-largest, largest))
+        return scale
 
     def unpack(self, packed: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
         codes, scale = packed

@@ -56,11 +56,15 @@ class InBackward(torch.optim.Optimizer):
         kept = ("params", "lr", "base_lr")
         self.param_groups[place].update((k, v) for k, v in inner.param_groups[0].items() if k not in kept)
 
-    def grad_norm(self) -> float:
-        """Of the backward pass just made, before `step`; not finite means that the weights are spoiled already."""
-        return 0.0 if self._squares is None else float(self._squares.sqrt())
+    def grad_norm(self) -> Tensor:
+        """Of the backward pass just made, before `step`, (); not finite means that the weights are spoiled already."""
+        return torch.zeros(()) if self._squares is None else self._squares.sqrt()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Only gradients that no backward pass left, but somebody set, are still there to step on."""
+        for parameter in self._inner:
+            if parameter.grad is not None:
+                self._step_one(parameter)
         self._squares = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -63,38 +63,30 @@ def simulation_device() -> torch.device:
 
 
 def simulate_training(family: Family, config: Config, dtype: torch.dtype, plan: MemoryPlan, shape: Shape) -> Prediction:
-    """Load, forward, backward, optimizer, then validation, preview and save as far as `shape` has them.
-
-    `plan` is one made for `simulation_device()`.
-    """
-    device = simulation_device()
-    model, adapter = _meta_model(family, config, dtype, plan)
-    vae = family.load_vae(torch.device("meta"), dtype) if shape.previews else None
+    """Load, forward, backward, optimizer. `plan` is one made for `simulation_device()`."""
     batch = family.example_batch(shape.batch_size, shape.resolution)
-    with _simulation() as tracker:
-        tracker.enter_phase("load")
-        make_fake(model, device, tracker)
-        plan.wrap(model, family.blocks(model))
-        trainee = _trainee(family, config, model, adapter, plan, device, tracker)
-        moved = _fake_batch(batch, device)
-        _first_update(trainee, tracker)
-        _step(trainee, moved, tracker, accumulating=shape.accumulation > 1)
-        cost = (tracker.flops, tracker.transferred)
-        model.eval()
-        with torch.no_grad():
-            if shape.validation:
-                tracker.enter_phase("validation")
-                with plan.step_context():
-                    family.loss(model, moved)
-            if vae is not None:
-                tracker.enter_phase("preview")
-                _preview(family, model, vae, plan, shape, tracker)
-                del vae
-            tracker.enter_phase("save")
-            with plan.step_context():
-                family.probe(model)
+    with _fake_run(family, config, dtype, plan) as (tracker, trainee):
+        _step(trainee, _fake_batch(batch, trainee.device), tracker, accumulating=shape.accumulation > 1)
+        flops, transferred = tracker.flops * shape.accumulation, tracker.transferred * shape.accumulation
         phases = tracker.peaks()
-    return Prediction(phases, cost[0] * shape.accumulation, cost[1] * shape.accumulation)
+    return Prediction(phases, flops, transferred)
+
+
+def simulate_between(family: Family, config: Config, dtype: torch.dtype, plan: MemoryPlan, shape: Shape) -> Prediction:
+    """What happens between two steps: validation and a preview, beside the optimizer's state."""
+    vae = family.load_vae(torch.device("meta"), dtype)
+    batch = family.example_batch(shape.batch_size, shape.resolution)
+    with _fake_run(family, config, dtype, plan) as (tracker, trainee), torch.no_grad():
+        trainee.model.eval()
+        if shape.validation:
+            tracker.enter_phase("validation")
+            with plan.step_context():
+                family.loss(trainee.model, _fake_batch(batch, trainee.device))
+        if shape.previews:
+            tracker.enter_phase("preview")
+            _preview(family, trainee.model, vae, plan, shape, tracker)
+        phases = tracker.peaks()
+    return Prediction({name: phases[name] for name in ("validation", "preview") if name in phases}, 0, 0)
 
 
 def simulate_caching(family: Family, dtype: torch.dtype, resolution: tuple[int, int]) -> Prediction:
@@ -120,19 +112,31 @@ def simulate_caching(family: Family, dtype: torch.dtype, resolution: tuple[int, 
 @contextmanager
 def _simulation() -> Iterator[MemoryTracker]:
     """Fake tensors, a tracker, and the caller's random state untouched."""
-    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
-        with MemoryTracker() as tracker:
-            yield tracker
+    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as tracker:
+        yield tracker
 
 
-def _meta_model(
+@contextmanager
+def _fake_run(
     family: Family, config: Config, dtype: torch.dtype, plan: MemoryPlan
-) -> tuple[nn.ModuleDict, adapters.Adapter]:
-    """The model as run.py builds it, on meta: `Module.to` and peft's injection fail on fake parameters."""
-    meta = torch.device("meta")
+) -> Iterator[tuple[MemoryTracker, loop.Trainee]]:
+    """Model, adapter and optimizer as training.py builds them, after their first update.
+
+    The model is made on meta before the mode is entered: `Module.to` and peft's injection fail on fake parameters.
+    """
     with_text = config.model.train_text_encoder or config.data.cache_text_encoder == "no"
-    model = family.load_model(meta, dtype, with_text=with_text, prepare=lambda m: plan.convert(m, family.blocks(m)))
-    return model, adapters.inject(model, family, config.model, seed=0)
+    model = family.load_model(
+        torch.device("meta"), dtype, with_text=with_text, prepare=lambda m: plan.convert(m, family.blocks(m))
+    )
+    adapter = adapters.inject(model, family, config.model, seed=0)
+    with _simulation() as tracker:
+        tracker.enter_phase("load")
+        make_fake(model, simulation_device(), tracker)
+        plan.wrap(model, family.blocks(model))
+        trainee = _trainee(family, config, model, adapter, plan, tracker)
+        tracker.enter_phase("optimizer")
+        _first_update(trainee, tracker)
+        yield tracker, trainee
 
 
 def make_fake(model: nn.Module, device: torch.device, tracker: MemoryTracker) -> None:
@@ -164,16 +168,14 @@ def _trainee(
     model: nn.ModuleDict,
     adapter: adapters.Adapter,
     plan: MemoryPlan,
-    device: torch.device,
     tracker: MemoryTracker,
 ) -> loop.Trainee:
     named = adapter.named_parameters()
     optimizer = plan.build_optimizer(optimizers.param_groups(named, config.training), config.training)
     scaler = torch.amp.GradScaler("cpu", enabled=False)  # the real one waits for values, which fakes have not
     watched = _WatchedPlan(plan.techniques, tracker)
-    return loop.Trainee(
-        family, model, list(named.values()), optimizer, scaler, watched, device, 0, config.training.max_grad_norm
-    )
+    limit, device = config.training.max_grad_norm, simulation_device()
+    return loop.Trainee(family, model, list(named.values()), optimizer, scaler, watched, device, 0, limit)
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ def make_plan(config: Config, precision: Precision, device: torch.device, folder
         techniques.append(GradientCheckpointing())
     if memory.activation_offload == "yes":
         techniques.append(ActivationOffload())
-    if precision.name == "bf16" or precision.name == "fp16":
-        techniques.append(MixedPrecision(precision.name, device.type))
+    if precision.compute != torch.float32:
+        techniques.append(MixedPrecision("bf16" if precision.compute is torch.bfloat16 else "fp16", device.type))
     if memory.optimizer_in_backward == "yes":
         in_backward = OptimizerInBackward()
         if reason := in_backward.conflicts(training, precision):

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lora_trainer.config.schema import TrainingConfig
 from lora_trainer.families._base import BlockGroup
+from lora_trainer.memory import _packed
 from lora_trainer.memory._encoders import convert_encoders, encoder_groups
 from lora_trainer.memory._packed import (
     PackedConv2d,
@@ -89,6 +90,16 @@ def test_8_bit_steps():
     assert ((integers - weight).abs() <= largest / 253).all()
     floats = linear(PACKINGS["fp8"], weight).unpacked()
     assert ((floats - weight).abs() <= (weight.abs() / 15.9).maximum(largest * 3e-6)).all()
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_rows_packed_in_several_goes_are_the_same(name, monkeypatch):
+    weight = normal(33, 64)
+    whole = linear(PACKINGS[name], weight).unpacked()
+    monkeypatch.setattr(_packed, "AT_ONCE", 5 * 64)
+    with MemoryTracker() as tracker:
+        assert torch.equal(linear(PACKINGS[name], weight).unpacked(), whole)
+    assert tracker.peak < 3 * weight.nbytes
 
 
 def test_double_quantisation_moves_factors_by_less_than_2_percent_whatever_the_outliers():

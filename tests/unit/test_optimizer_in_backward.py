@@ -1,0 +1,47 @@
+"""What the optimizer in the backward pass refuses, and that it can be taken off again. Parity: tests/parity."""
+
+import pytest
+import torch
+from streaming_models import Chain, gradients
+from torch import nn
+
+from lora_trainer.config.schema import TrainingConfig
+from lora_trainer.hardware import Precision
+from lora_trainer.memory.optimizer_in_backward import OptimizerInBackward
+
+
+def precision(scaler: bool) -> Precision:
+    return Precision(torch.float16 if scaler else torch.bfloat16, torch.float16, scaler)
+
+
+@pytest.mark.parametrize(
+    ("changes", "scaler", "named"),
+    [
+        ({"max_grad_norm": 0.0}, False, None),
+        ({}, False, "norma_maxima_gradiente"),
+        ({"max_grad_norm": 0.0, "gradient_accumulation_steps": 4}, False, "passos_acumulacao_gradiente"),
+        ({"max_grad_norm": 0.0}, True, "fp16"),
+        ({"max_grad_norm": 0.0, "optimizer": "prodigy"}, False, "prodigy"),
+    ],
+)
+def test_what_needs_all_gradients_at_once_is_named(changes, scaler, named):
+    found = OptimizerInBackward().conflicts(TrainingConfig(**changes), precision(scaler))
+    assert (found is None) if named is None else (found is not None and named in found)
+
+
+def test_a_closed_optimizer_leaves_parameters_alone():
+    model = Chain(2)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = OptimizerInBackward().build([{"params": list(named.values()), "lr": 1.0}], TrainingConfig())
+    optimizer.close()
+    assert len(gradients(model, torch.randn(2, 16))) == 2
+
+
+def test_a_gradient_set_by_hand_is_stepped_on():
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = OptimizerInBackward().build([{"params": [weight], "lr": 0.1}], TrainingConfig(weight_decay=0.0))
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    assert torch.allclose(weight.detach(), torch.full((4,), -0.1))
+    assert weight.grad is None
+    assert optimizer.state_dict()["state"][0]["step"] == 1
