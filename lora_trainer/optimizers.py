@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .config.schema import TrainingConfig
 from .errors import ConfigError, MachineError, t
@@ -113,7 +114,8 @@ def build_optimizer(groups: Groups, settings: TrainingConfig) -> torch.optim.Opt
     cls = _import(name)
     arguments = _arguments(name, cls, settings)
     try:
-        optimizer: torch.optim.Optimizer = cls(groups, lr=settings.learning_rate, **arguments)
+        with unset_fake_temporarily():  # bitsandbytes makes tables of real values
+            optimizer: torch.optim.Optimizer = cls(groups, lr=settings.learning_rate, **arguments)
     except Exception as error:  # each library refuses values with exceptions of its own
         raise ConfigError(
             t(pt=f"{name} recusou os valores dados: {error}", en=f"{name} refused the values given: {error}"),

@@ -292,7 +292,9 @@ def train_unet(
             total = 0.0
         if clock.due():
             snapshot(pipe, average, work, step)
-            torch.save([part.state_dict() for part in (modules, average.modules, optimizer)], state_file)
+            fresh = state_file.with_suffix(".new")
+            torch.save([part.state_dict() for part in (modules, average.modules, optimizer)], fresh)
+            fresh.replace(state_file)  # at once, so that a kill leaves a whole file
     snapshot(pipe, average, work, step)
     modules.load_state_dict(average.modules.state_dict())
 

@@ -67,13 +67,17 @@ def _denoise(
     both = {name: torch.cat([value, negative[name]]) for name, value in positive.items()}
     for timestep in scheduler.timesteps.tolist():
         if sampling.guidance > 1:
-            predicted = family.predict(model, x_t.repeat(2, 1, 1, 1), torch.full((2 * len(x_t),), timestep, device=x_t.device), both).float()
-            with_prompt, without = predicted.chunk(2)
+            twice = x_t.repeat(2, 1, 1, 1)
+            with_prompt, without = family.predict(model, twice, _all(timestep, twice), both).float().chunk(2)
             predicted = without + sampling.guidance * (with_prompt - without)
         else:
-            predicted = family.predict(model, x_t, torch.full((len(x_t),), timestep, device=x_t.device), positive).float()
+            predicted = family.predict(model, x_t, _all(timestep, x_t), positive).float()
         x_t = cast(Tensor, scheduler.step(predicted, timestep, x_t).prev_sample)
     return x_t
+
+
+def _all(timestep: int, x_t: Tensor) -> Tensor:
+    return torch.full((len(x_t),), timestep, device=x_t.device)
 
 
 def _noise(shape: torch.Size, seed: int) -> Tensor:

@@ -30,6 +30,12 @@ SOLVED = (CHECKPOINTING, OPTIMIZER_8BIT, STREAMING, OFFLOAD, QUANTIZATION)
 NOTHING: dict[Key, Any] = {
     CHECKPOINTING: "no", OPTIMIZER_8BIT: "no", STREAMING: "no", OFFLOAD: "no", QUANTIZATION: "no",
 }  # fmt: skip
+LOSSY: tuple[dict[Key, Any], ...] = (
+    {OPTIMIZER_8BIT: "yes"},
+    {OPTIMIZER_8BIT: "yes", QUANTIZATION: "int8"},
+    {OPTIMIZER_8BIT: "yes", QUANTIZATION: "nf4"},
+)
+"""What changes numbers within bounds, the mildest first."""
 STREAMING_STEP = 0.05
 """Shares of streamed blocks are tried in these steps."""
 
@@ -89,7 +95,7 @@ class Planner:
         if self._may_fit(weights) or not self._free(STREAMING):
             yield base
         yield from self._streamed(base, weights)
-        for lossy in ({OPTIMIZER_8BIT: "yes"}, {OPTIMIZER_8BIT: "yes", QUANTIZATION: "fp8"}, {OPTIMIZER_8BIT: "yes", QUANTIZATION: "nf4"}):
+        for lossy in LOSSY:
             if any(self._free(key) for key in lossy):
                 yield self._fixed({**NOTHING, CHECKPOINTING: "yes", STREAMING: 1.0, OFFLOAD: "yes", **lossy})
 

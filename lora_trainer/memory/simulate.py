@@ -142,24 +142,20 @@ def _fake_run(
 def make_fake(model: nn.Module, device: torch.device, tracker: MemoryTracker) -> None:
     """Give every meta tensor a fake one: packed layers through `pack_weight`, layers with a `home` in host memory."""
     for module in model.modules():
-        home = getattr(module, "home", device)
-        pack = getattr(module, "pack_weight", None)
-        for name, parameter in list(module._parameters.items()):
-            if parameter is None or not parameter.is_meta:
-                continue
-            if pack is not None and name == "weight":
-                pack(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), home)
-                continue
-            with host_memory(home != device or hasattr(module, "home")):
-                value = torch.empty(parameter.shape, dtype=parameter.dtype, device=home)
-            module._parameters[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-    own = [m for m in model.modules() if not hasattr(m, "home")]
-    frozen = [x for m in own for x in (*m._parameters.values(), *m._buffers.values()) if x is not None]
-    tracker.mark((x for x in frozen if not x.requires_grad), "frozen")
-    tracker.mark((x for x in frozen if x.requires_grad), "adapter")
+        away, home = hasattr(module, "home"), getattr(module, "home", device)
+        if (pack := getattr(module, "pack_weight", None)) is not None:
+            pack(torch.empty(module.weight_shape, dtype=module.weight_dtype, device=device), home)
+        with host_memory(away):
+            for owner in (module._parameters, module._buffers):
+                for name, old in list(owner.items()):
+                    if old is not None and old.is_meta:
+                        value = torch.empty(old.shape, dtype=old.dtype, device=home)
+                        is_parameter = isinstance(old, nn.Parameter)
+                        owner[name] = nn.Parameter(value, old.requires_grad) if is_parameter else value
+    resident = [module for module in model.modules() if not hasattr(module, "home")]
+    held = [x for m in resident for x in (*m._parameters.values(), *m._buffers.values()) if x is not None]
+    tracker.mark((x for x in held if not x.requires_grad), "frozen")
+    tracker.mark((x for x in held if x.requires_grad), "adapter")
 
 
 def _trainee(

@@ -11,7 +11,13 @@ from lora_trainer.errors import UserError
 
 def state(step):
     weight = torch.full((4, 4), float(step))
-    return State(step, {"a": weight}, {"state": {0: {"exp_avg": weight * 2, "step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]}, {}, {"seed": 1})
+    return State(
+        step,
+        {"a": weight},
+        {"state": {0: {"exp_avg": weight * 2, "step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]},
+        {},
+        {"seed": 1},
+    )
 
 
 def test_round_trip_keeps_the_newest(tmp_path):

@@ -48,7 +48,9 @@ def test_lock_is_held_by_one_process_and_survives_a_crash(folder):
             "import sys; from pathlib import Path; from lora_trainer.run_folder import Lock, RunFolder\n"
             "Lock(RunFolder(Path(sys.argv[1]), 'x')).__enter__()"
         )
-        done = subprocess.run([sys.executable, "-c", code, str(folder.path)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(folder.path)], capture_output=True, text=True, check=False
+        )
         assert "MachineError" in done.stderr
         assert str(os.getpid()) in done.stderr
     assert not lock.path.exists()
@@ -82,7 +84,10 @@ def test_intermediate_files_are_found_by_exact_name_and_pruned(folder):
     folder.adapter("diffusers", 5).write_bytes(b"x")
     folder.adapter("kohya").write_bytes(b"x")
     keep_last(folder.intermediate("kohya"), 2)
-    assert [p.name for p in folder.intermediate("kohya")] == ["meu [lora]-passo000015.safetensors", "meu [lora]-passo000020.safetensors"]
+    assert [p.name for p in folder.intermediate("kohya")] == [
+        "meu [lora]-passo000015.safetensors",
+        "meu [lora]-passo000020.safetensors",
+    ]
     assert folder.intermediate("diffusers") == [folder.adapter("diffusers", 5)]
     assert folder.adapter("kohya").exists()
 
@@ -93,7 +98,10 @@ def test_metrics_drop_a_line_cut_by_a_killed_process(tmp_path):
     metrics = Metrics(path)
     metrics.event("resumed", step=1)
     metrics.close()
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1}, {"event": "resumed", "step": 1}]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1},
+        {"event": "resumed", "step": 1},
+    ]
 
 
 def test_json_is_whole_or_absent(tmp_path):

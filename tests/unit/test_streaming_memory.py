@@ -17,11 +17,9 @@ from lora_trainer.tracker import MemoryTracker
 STREAMING, CHECKPOINTING = BlockStreaming(), GradientCheckpointing()
 
 
-def device_peaks(
-    *techniques: Technique, fake: bool = True, kind: str = "sdxl", targets: str = ATTENTION
-) -> MemoryTracker:
+def device_peaks(*techniques: Technique, kind: str, fake: bool) -> MemoryTracker:
     """Two real steps of a real UNet; weights counted as the simulation does."""
-    model, family, plan = make_model(kind, targets), TinyFamily(kind), MemoryPlan(techniques)
+    model, family, plan = make_model(kind), TinyFamily(kind), MemoryPlan(techniques)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     batch = make_batch(2)
     batch["latents"] = torch.zeros(2, 4, 16, 16)
