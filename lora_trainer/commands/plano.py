@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,17 @@ from rich.console import Console
 from rich.table import Table
 
 from ..card import GIB, Card
-from ..config import names
+from ..config import names, presets
 from ..config.loading import Loaded, load
 from ..errors import ConfigError, t
-from ..families import resolve
-from ..families._base import Family
 from ..hardware import Precision, choose_precision
 from ..memory.advice import cause_title, does_not_fit, explain, phase_title
 from ..memory.allowance import user_cache
-from ..memory.foresee import Foresight, foresee, named
-from ..memory.plan import NOTHING
-from ..memory.simulate import Shape
+from ..memory.foresee import Foresight, Question, foresee, known_answer, named
 from ..memory.speed import Speed, speed_of
 from ..picker import Choice, settle
 from ..progress import gib
+from ..sources import open_source
 from ..tracker import CAUSES
 
 IMITATED = Card("", (8, 0))
@@ -38,9 +35,14 @@ class Planned:
 
     loaded: Loaded
     choice: Choice
-    family: Family
+    family: str | None
     found: Foresight
     speed: Speed
+
+    @property
+    def seconds(self) -> float:
+        """Of one optimizer step."""
+        return self.speed.seconds(self.found.flops, self.found.transferred)
 
     @property
     def allowance(self) -> int:
@@ -58,7 +60,7 @@ def show(arguments: argparse.Namespace, settings: Sequence[str]) -> None:
     if not planned.found.fits:
         found, available = planned.found, planned.choice.available
         assert available is not None
-        on = frozenset(key for key, value in found.values.items() if value != NOTHING.get(key))
+        on = frozenset(key for key, value in found.values.items() if value not in ("no", None))
         lines = explain(found.worst_phase, found.phases[found.worst_phase].causes, planned.loaded.config, on, {})
         raise does_not_fit(found.peak, available, found.worst_phase, lines)
 
@@ -75,20 +77,22 @@ def plan(loaded: Loaded) -> Planned:
             ),
         )
     loaded, choice = settle(loaded)
-    config = loaded.config
-    family = resolve(config.model, config.data, planning=True)
-    family.configure(config.training, config.data)
-    training = config.training
-    shape = Shape(
-        training.batch_size,
+    config, folder = loaded.config, user_cache() / "plans"
+    source = replace(open_source(config.model.base_model), planning=True) if config.model.base_model else None
+    question = Question(
+        config,
+        source,
+        planned_precision(loaded, choice).name,
+        config.training.batch_size,
+        config.training.gradient_accumulation_steps,
         config.data.resolution,
-        training.gradient_accumulation_steps,
-        previews=bool(config.samples.prompts),
-        validation=config.data.validation_fraction > 0,
-        preview_resolution=config.samples.resolution,
+        bool(config.samples.prompts),
+        config.data.validation_fraction > 0,
+        choice.available,
+        frozenset(loaded.written),
     )
-    precision = planned_precision(loaded, choice)
-    found = foresee(family, config, precision, shape, choice.available, user_cache() / "plans")
+    found = known_answer(question, folder) or foresee(question, folder)
+    family = presets.family_of(config.model.base_model, config.model.family)
     return Planned(loaded, choice, family, found, speed_of(choice.card, config.memory.vram))
 
 
@@ -104,7 +108,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
     found, choice = planned.found, planned.choice
     return {
         "fits": found.fits,
-        "family": planned.family.name,
+        "family": planned.family,
         "peak_gib": _gib(found.peak),
         "peak_phase": found.worst_phase,
         "allowance_gib": _gib(planned.allowance),
@@ -112,7 +116,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "host_gib": _gib(found.host),
         "preset": choice.preset,
         "lossless": found.lossless,
-        "seconds_per_step": round(found.seconds(planned.speed), 3),
+        "seconds_per_step": round(planned.seconds, 3),
         "plan": named(found.values),
         "phases": {
             name: {"total": _gib(peak.total), "host": _gib(peak.host), **{c: _gib(n) for c, n in peak.causes.items()}}
@@ -131,7 +135,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
 
 def _print(planned: Planned) -> None:
     console, found = Console(highlight=False, soft_wrap=True), planned.found
-    console.print(f"{planned.family.title} · {planned.choice.line()}", style="bold", markup=False)
+    console.print(f"{planned.family} · {planned.choice.line()}", style="bold", markup=False)
     console.print(_phase_table(found))
     total, budget = planned.choice.allowance.total(found.peak), planned.choice.budget
     shown = gib(found.peak), gib(planned.allowance), gib(total)
@@ -144,7 +148,7 @@ def _print(planned: Planned) -> None:
     console.print(verdict, style="green" if found.fits else "red", markup=False)
     chosen = _settings(found.values)
     console.print(t(pt=f"plano: {chosen}", en=f"plan: {chosen}"), markup=False)
-    seconds = f"{found.seconds(planned.speed):.2f} s"
+    seconds = f"{planned.seconds:.2f} s"
     console.print(
         t(
             pt=f"por passo do otimizador: cerca de {seconds} ({planned.speed.source}); RAM ao lado: {gib(found.host)}",
@@ -170,7 +174,7 @@ def _phase_table(found: Foresight) -> Table:
 
 
 def _settings(values: Mapping[names.Key, Any]) -> str:
-    shown = [(names.options()[key], value) for key, value in values.items() if value != NOTHING.get(key)]
+    shown = [(names.options()[key], value) for key, value in values.items() if value not in ("no", None)]
     words = [f"{option.shown().partition('.')[2]}: {_word(option, value)}" for option, value in shown]
     return ", ".join(words) or t(pt="tudo na placa, sem economias", en="all on the card, no savings")
 

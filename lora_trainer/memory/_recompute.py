@@ -77,7 +77,7 @@ class _Remade:
         self.version = 0
 
     def fill(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor.detach(), tensor._version
+        self.tensor, self.version = tensor.detach() if tensor.requires_grad else tensor, tensor._version
 
     def take(self) -> Tensor:
         tensor, self.tensor = self.tensor, None

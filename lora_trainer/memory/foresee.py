@@ -1,13 +1,14 @@
 """A whole run foreseen: the solved options, every phase's peak, the time of a step; kept on disk.
 
 The cache cannot go stale: its key holds the source code of this package, the versions of the libraries that run in a
-simulation, the architecture, and all options that the run's memory depends on.
+simulation, the base's header or config files, and all options that the run's memory depends on. Looking an answer up
+imports none of the heavy libraries.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,14 +16,9 @@ from typing import Any
 
 from ..config.names import Key
 from ..config.schema import Config
-from ..families._base import Family
-from ..hardware import Precision
 from ..progress import write_json
+from ..sources import Source
 from ..tracker import PhasePeak
-from .plan import Candidate, Planner, with_values
-from .simulate import Shape, simulate_between, simulate_caching, simulation_device
-from .speed import Speed
-from .techniques import make_plan
 
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "bitsandbytes")
 PACKAGE = Path(__file__).parents[1]
@@ -62,49 +58,65 @@ class Foresight:
     def host(self) -> int:
         return max(phase.host for phase in self.phases.values())
 
-    def seconds(self, speed: Speed) -> float:
-        """Of one optimizer step."""
-        return speed.seconds(self.flops, self.transferred)
+
+@dataclass(frozen=True)
+class Question:
+    """What an answer depends on. `available`: bytes for live tensors; `written`: options that are the user's."""
+
+    config: Config
+    source: Source | None
+    """None stands for the architecture shipped for `config.model.family`."""
+    precision: str
+    """Name of the compute dtype."""
+    batch_size: int
+    accumulation: int
+    resolution: tuple[int, int]
+    previews: bool
+    validation: bool
+    available: int | None
+    written: frozenset[Key]
+
+    def key(self) -> str:
+        options = self.config.model_dump(mode="json", include={"model", "training", "memory", "data", "samples"})
+        for private in ("base_model", "vae", "tokenizer", "architecture", "initial_lora"):
+            options["model"].pop(private)
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("config", "source", "written")}
+        facts = [_code(), options, own, sorted(self.written), _architecture(self.source)]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def foresee(
-    family: Family, config: Config, precision: Precision, shape: Shape, available: int | None, folder: Path | None = None
-) -> Foresight:
-    """Solve the `auto` options and simulate every phase. `folder`: where answers are kept; None keeps none."""
-    path = folder / f"{_key(family, config, precision, shape, available)}.json" if folder else None
-    if path and (known := _read(path)) is not None:
-        return known
-    planner = Planner(family, config, precision, shape, available)
-    best = planner.solve()
-    solved = with_values(config, best.values)
-    plan = make_plan(solved, precision, simulation_device(), Path())
-    phases = dict(simulate_caching(family, precision.frozen, shape.resolution).phases)
-    phases |= best.prediction.phases
-    phases |= simulate_between(family, solved, precision.frozen, plan, shape).phases
-    fits = available is None or max(phase.total for phase in phases.values()) <= available
-    tried = tuple(_tried(candidate) for candidate in planner.tried)
-    cost = best.prediction
-    found = Foresight(best.values, phases, fits, best.lossless, cost.flops, cost.transferred, tried)
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, _to_json(found))
+def known_answer(question: Question, folder: Path) -> Foresight | None:
+    """What was worked out before; None for a new question or a damaged answer."""
+    try:
+        raw = json.loads((folder / f"{question.key()}.json").read_text(encoding="utf-8"))
+        phases = {name: PhasePeak(**peak) for name, peak in raw.pop("phases").items()}
+        tried = tuple(Tried(**{**one, "values": _keys(one["values"])}) for one in raw.pop("tried"))
+        return Foresight(values=_keys(raw.pop("values")), phases=phases, tried=tried, **raw)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def foresee(question: Question, folder: Path) -> Foresight:
+    """Solve the `auto` options and simulate every phase; the answer is kept in `folder`."""
+    from .solve import answer
+
+    found = answer(question)
+    folder.mkdir(parents=True, exist_ok=True)
+    raw = asdict(found)
+    raw["values"] = named(found.values)
+    raw["tried"] = [{**asdict(one), "values": named(one.values)} for one in found.tried]
+    write_json(folder / f"{question.key()}.json", raw)
     return found
 
 
-def _tried(candidate: Candidate) -> Tried:
-    cost = candidate.prediction
-    return Tried(candidate.values, candidate.training_peak, cost.flops, cost.transferred)
-
-
-# -- the cache
-
-
-def _key(family: Family, config: Config, precision: Precision, shape: Shape, available: int | None) -> str:
-    options = config.model_dump(mode="json", include={"model", "training", "memory", "data"})
-    for private in ("base_model", "vae", "tokenizer", "architecture", "initial_lora"):
-        options["model"].pop(private)
-    facts = [family.name, family.architecture(), options, str(precision.frozen), precision.name, asdict(shape), available]
-    return hashlib.sha256(json.dumps([_code(), facts], sort_keys=True, default=str).encode()).hexdigest()[:32]
+def _architecture(source: Source | None) -> object:
+    """Shapes, not weights: a file's header, or the config files of a folder."""
+    if source is None:
+        return None
+    if source.kind == "file":
+        return [[name, info.dtype, list(info.shape)] for name, info in source.header.items()]
+    configs = sorted(source.path.rglob("*config.json"))
+    return [[path.relative_to(source.path).as_posix(), path.read_text(encoding="utf-8")] for path in configs]
 
 
 @cache
@@ -118,26 +130,7 @@ def _code() -> str:
             digest.update(f"{name} {version(name)}".encode())
         except PackageNotFoundError:
             digest.update(f"{name} -".encode())
-    digest.update(str(simulation_device()).encode())
     return digest.hexdigest()
-
-
-def _read(path: Path) -> Foresight | None:
-    """None for a missing or damaged answer."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        phases = {name: PhasePeak(**peak) for name, peak in raw.pop("phases").items()}
-        tried = tuple(Tried(**{**one, "values": _keys(one["values"])}) for one in raw.pop("tried"))
-        return Foresight(values=_keys(raw.pop("values")), phases=phases, tried=tried, **raw)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _to_json(found: Foresight) -> dict[str, Any]:
-    raw = asdict(found)
-    raw["values"] = named(found.values)
-    raw["tried"] = [{**asdict(one), "values": named(one.values)} for one in found.tried]
-    return raw
 
 
 def named(values: Mapping[Key, Any]) -> dict[str, Any]:

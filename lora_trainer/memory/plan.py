@@ -66,6 +66,8 @@ class Planner:
     precision: Precision
     shape: Shape
     available: int | None
+    written: frozenset[Key] = frozenset()
+    """Options that are the user's own; what a preset says may be changed."""
     tried: list[Candidate] = field(default_factory=list)
 
     def solve(self) -> Candidate:
@@ -128,7 +130,7 @@ class Planner:
         return {key: value if self._free(key) else _value(self.config, key) for key, value in values.items()}
 
     def _free(self, key: Key) -> bool:
-        return bool(_value(self.config, key) == "auto")
+        return key not in self.written or bool(_value(self.config, key) == "auto")
 
     def _may_fit(self, weights: int) -> bool:
         return self.available is None or weights < self.available

@@ -9,6 +9,7 @@ What a tracker cannot see (CUDA context, workspaces, fragmentation) is allowance
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from ..config.schema import Config
 from ..families._base import Batch, Family, Framing, Sampling
 from ..tracker import MemoryTracker, PhasePeak, host_memory
 from ._base import MemoryPlan
+from .block_streaming import ring_buffers
 
 TRAINING_PHASES = ("forward", "backward", "optimizer")
 
@@ -133,6 +135,7 @@ def _fake_run(
         tracker.enter_phase("load")
         make_fake(model, simulation_device(), tracker)
         plan.wrap(model, family.blocks(model))
+        tracker.mark(ring_buffers(model), "frozen")
         trainee = _trainee(family, config, model, adapter, plan, tracker)
         tracker.enter_phase("optimizer")
         _first_update(trainee, tracker)
@@ -141,12 +144,13 @@ def _fake_run(
 
 def make_fake(model: nn.Module, device: torch.device, tracker: MemoryTracker) -> None:
     """Give every meta tensor a fake one: packed layers through `pack_weight`, layers with a `home` in host memory."""
-    for module in model.modules():
-        away, home = hasattr(module, "home"), getattr(module, "home", device)
-        if (pack := getattr(module, "pack_weight", None)) is not None:
-            pack(torch.empty(module.weight_shape, dtype=module.weight_dtype, device=device), home)
-        with host_memory(away):
-            for owner in (module._parameters, module._buffers):
+    layer: Any
+    for layer in model.modules():
+        home = getattr(layer, "home", device)
+        if (pack := getattr(layer, "pack_weight", None)) is not None:
+            pack(torch.empty(layer.weight_shape, dtype=layer.weight_dtype, device=device), home)
+        with host_memory(hasattr(layer, "home")):
+            for owner in (layer._parameters, layer._buffers):
                 for name, old in list(owner.items()):
                     if old is not None and old.is_meta:
                         value = torch.empty(old.shape, dtype=old.dtype, device=home)
