@@ -111,6 +111,16 @@ _CONFLICTS = (
         ("use `{second}: auto`, ou `{first}: nao`", "use `{second}: auto`, or `{first}: no`"),
     ),
     _Conflict(
+        ("memory", "activation_offload"),
+        ("training", "gradient_checkpointing"),
+        lambda c: c.memory.activation_offload == "yes" and c.training.gradient_checkpointing == "no",
+        (
+            "`{first}` precisa de `{second}`: sem ele, todas as ativações iriam e voltariam",
+            "`{first}` needs `{second}`: without it, every activation would travel",
+        ),
+        ("use `{second}: auto`, ou `{first}: nao`", "use `{second}: auto`, or `{first}: no`"),
+    ),
+    _Conflict(
         ("memory", "optimizer_in_backward"),
         ("training", "gradient_accumulation_steps"),
         lambda c: c.memory.optimizer_in_backward == "yes" and c.training.gradient_accumulation_steps > 1,

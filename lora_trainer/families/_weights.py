@@ -265,20 +265,22 @@ def _incomplete(component: Component, missing: list[str], misshapen: list[str], 
 def _assign(module: nn.Module, name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> None:
     path, _, leaf = name.rpartition(".")
     owner: Any = module.get_submodule(path)
-    home = getattr(owner, "home", device)
+    away, home = hasattr(owner, "home"), getattr(owner, "home", device)
     if leaf == "weight" and hasattr(owner, "pack_weight"):
         owner.pack_weight(tensor.to(device=device, dtype=dtype), home)
-        return
-    old = getattr(owner, leaf)
-    assert old.is_meta, f"{name} filled twice"
-    with host_memory(home != device):
-        # A part of a fused tensor would keep the whole alive.
-        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        tensor = tensor.to(device=home, dtype=dtype, copy=not whole).reshape(old.shape).contiguous()
-    if isinstance(old, nn.Parameter):
-        setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
     else:
-        owner.register_buffer(leaf, tensor)
+        old = getattr(owner, leaf)
+        assert old.is_meta, f"{name} filled twice"
+        with host_memory(away or home != device):
+            # A part of a fused tensor would keep the whole alive.
+            whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+            tensor = tensor.to(device=home, dtype=dtype, copy=not whole).reshape(old.shape).contiguous()
+        if isinstance(old, nn.Parameter):
+            setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
+        else:
+            owner.register_buffer(leaf, tensor)
+    if hasattr(owner, "stow"):
+        owner.stow()
 
 
 def _fill_position_ids(module: nn.Module, device: torch.device) -> None:
