@@ -4,8 +4,10 @@ Each state holds the adapter (float32), the optimizer, the loss scaler and the s
 order are functions of the seed and the step, so they need no state. Pickles are read with `weights_only=True`.
 """
 
+import hashlib
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch import Tensor
 from .errors import UserError, t
 
 KEPT_STATES = 2
+_NAME = re.compile(r"passo-\d{8,}")
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ def save_state(folder: Path, state: State) -> Path:
         temporary.mkdir(parents=True)
         save_file(state.adapter, temporary / "adapter.safetensors")
         torch.save({"optimizer": state.optimizer, "scaler": state.scaler}, temporary / "optimizer.pt")
-        (temporary / "state.json").write_text(json.dumps({"step": state.step, "facts": state.facts}), encoding="utf-8")
+        described = {"step": state.step, "facts": state.facts, "sha256": _hashes(temporary)}
+        (temporary / "state.json").write_text(json.dumps(described), encoding="utf-8")
         _sync(temporary)
         if final.exists():
             shutil.rmtree(final)
@@ -66,16 +70,44 @@ def save_state(folder: Path, state: State) -> Path:
 
 
 def load_state(folder: Path) -> State | None:
-    """The newest state that reads whole, on the CPU; None when there is none."""
-    for path in reversed(_states(folder)):
-        try:
-            described = json.loads((path / "state.json").read_text(encoding="utf-8"))
-            tensors = load_file(path / "adapter.safetensors")
-            rest = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
-        except Exception:  # a damaged state of any kind: the one before it will do
-            continue
-        return State(described["step"], tensors, rest["optimizer"], rest["scaler"], described["facts"])
+    """The newest state that is whole, on the CPU; None when there has never been one.
+
+    Raises UserError when there are states and none can be used: starting over would throw the run away.
+    """
+    paths = _states(folder)
+    for path in reversed(paths):
+        if (state := _read(path)) is not None:
+            return state
+    if paths:
+        raise UserError(
+            t(
+                pt=f"nenhum dos estados salvos em {folder} está inteiro: {', '.join(path.name for path in paths)}",
+                en=f"none of the saved states in {folder} is whole: {', '.join(path.name for path in paths)}",
+            ),
+            t(
+                pt="comece de novo com --recomecar (a execução antiga é guardada)",
+                en="start over with --restart (the old run is kept)",
+            ),
+        )
     return None
+
+
+def _read(path: Path) -> State | None:
+    try:
+        described = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        if described["sha256"] != _hashes(path):
+            return None
+        tensors = load_file(path / "adapter.safetensors")
+        rest = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
+        return State(described["step"], tensors, rest["optimizer"], rest["scaler"], described["facts"])
+    except Exception:  # a damaged state of any kind: the one before it will do
+        return None
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    return {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("adapter.safetensors", "optimizer.pt")
+    }
 
 
 def latest_step(folder: Path) -> int:
@@ -85,7 +117,7 @@ def latest_step(folder: Path) -> int:
 
 
 def _states(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("passo-*") if path.is_dir())
+    return sorted(path for path in folder.glob("passo-*") if path.is_dir() and _NAME.fullmatch(path.name))
 
 
 def _sync(folder: Path) -> None:

@@ -54,9 +54,12 @@ def _train(arguments: argparse.Namespace) -> None:
     loaded = _load(arguments)
     prepare_output(loaded.run_dir)
     arguments.log = loaded.run_dir / "registro.log"
-    from .run import train
+    from .interrupt import stop_on_signals
 
-    train(loaded, resume=arguments.resume, restart=arguments.restart)
+    with stop_on_signals() as stop:  # from here on, since loading the libraries takes seconds
+        from .run import train
+
+        train(loaded, stop, resume=arguments.resume, restart=arguments.restart)
 
 
 def _presets(arguments: argparse.Namespace) -> None:
@@ -112,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = argparse.Namespace(debug="--debug" in words or "--depurar" in words, log=None)
     try:
         return _run(words, arguments)
-    except UserError as error:
+    except (UserError, Interrupted) as error:
         return _tell(error, arguments.debug)
     except KeyboardInterrupt:
         print(t(pt="\ninterrompido", en="\ninterrupted"), file=sys.stderr)
@@ -278,7 +281,7 @@ def _early_language(words: Sequence[str]) -> str:
     return "auto"
 
 
-def _tell(error: UserError, debug: bool) -> int:
+def _tell(error: UserError | Interrupted, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     if isinstance(error, Interrupted):

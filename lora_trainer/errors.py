@@ -74,10 +74,17 @@ class DivergedError(UserError):
     exit_code = 4
 
 
-class Interrupted(UserError):
-    """The user asked to stop; the state is saved."""
+class Interrupted(BaseException):
+    """The user asked to stop. Not an Exception: code that survives its own failures must not survive this."""
 
     exit_code = 130
+
+    def __init__(self, problem: str, hint: str = "") -> None:
+        super().__init__(problem)
+        self.problem, self.hint = problem, hint
+
+    __str__ = UserError.__str__
+    where = ""
 
 
 class ErrorReport(UserError):

@@ -97,7 +97,8 @@ def _tensor_info(entry: dict[str, Any], start: int) -> TensorInfo:
 def _bytes(count: int) -> str:
     """Exact, and readable where that helps."""
     exact = f"{count:,}".replace(",", t(pt=".", en=",")) + " bytes"
-    return exact if count < 2**20 else f"{count / 2**30:.2f} GiB ({exact})"
+    unit, name = next(((u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if count >= u), (1, ""))
+    return f"{count / unit:.2f} {name} ({exact})" if name else exact
 
 
 def _download_again() -> str:

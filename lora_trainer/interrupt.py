@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM: inside the loop they wait for the optimizer step to end; elsewhere they stop at once.
 
-A second signal stops at once anywhere. What is on disk stays whole: every file is written beside and renamed.
+A second signal stops at once anywhere. An exception raised while Python cleans up an object is lost, so the wish is also
+remembered, and asked for between phases. What is on disk stays whole: every file is written beside and renamed.
 """
 
 import signal
@@ -23,9 +24,14 @@ class StopRequest:
         return self.asked
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.asked or not self.finishing_step:
+        again, self.asked = self.asked, True
+        if again or not self.finishing_step:
+            self.check()
+
+    def check(self) -> None:
+        """Between phases."""
+        if self.asked:
             raise Interrupted(t(pt="interrompido", en="interrupted"))
-        self.asked = True
 
     @contextmanager
     def waiting_for_step(self) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """Optimizers by name, each a row of a table; what the user wrote is checked against the constructor's own signature.
 
 `probe` takes one real step on a few thousand weights before any data is touched, because only a step tells whether an
-8-bit build works here: version texts do not. Left out: our own optimizers, fused backward (a memory technique).
+8-bit build works here: version texts do not. `load_state` resumes: what was learnt comes from the state, what the user
+chooses from the config. Left out: our own optimizers, fused backward (a memory technique).
 """
 
 import importlib
@@ -63,6 +64,14 @@ RECIPES = {
     "schedulefree_adamw": Recipe("pytorch_optimizer", "ScheduleFreeAdamW", _EXTRA),
 }
 
+ADAPTED = frozenset(
+    {"step", "k", "d", "d0", "d_max", "d_hat", "d_numerator", "d_de_nom", "weight_sum", "lr_max", "train_mode"}
+)
+"""What optimizers count and estimate in their groups. d0 too: Prodigy's sums are in units of it."""
+_SAME_STATE = {"pagedadamw8bit": "adamw8bit"}
+"""Optimizers that differ only in where their state lies."""
+_PROBE_RATE = 1e-3
+
 EIGHT_BIT = {"adamw": "adamw8bit", **{name: name for name in ("adamw8bit", "pagedadamw8bit", "lion8bit")}}
 """Optimizer -> its 8-bit version."""
 
@@ -86,15 +95,17 @@ def resolve_name(settings: TrainingConfig) -> str:
 def param_groups(named: Mapping[str, nn.Parameter], settings: TrainingConfig) -> Groups:
     """Adapter parameters by path (`unet.….lora_A.weight`) -> groups with `name`, `lr`, and `base_lr` for schedules.
 
-    Text encoders have their own rate. LoRA+ (Hayou et al. 2024) gives the B matrices `lora_plus_ratio` times the rate.
+    `optimizer` is there for load_state: it travels with the state. Text encoders have their own rate. LoRA+ (Hayou et al. 2024) gives the B matrices `lora_plus_ratio` times the rate.
     """
     groups: dict[str, dict[str, Any]] = {}
+    optimizer = resolve_name(settings)
     for path, parameter in named.items():
         part = path.partition(".")[0]
         rate, label = _part_rate(part, settings), part
         if settings.lora_plus_ratio != 1 and ".lora_B." in path:
             rate, label = rate * settings.lora_plus_ratio, f"{part}.lora_B"
-        group = groups.setdefault(label, {"params": [], "name": label, "lr": rate, "base_lr": rate})
+        fresh = {"params": [], "name": label, "optimizer": optimizer, "lr": rate, "base_lr": rate}
+        group = groups.setdefault(label, fresh)
         group["params"].append(parameter)
     return list(groups.values())
 
@@ -259,21 +270,136 @@ def optimizer_notices(settings: TrainingConfig, device: torch.device) -> list[st
 
 
 def probe(settings: TrainingConfig, device: torch.device) -> None:
-    """One real step, large enough for 8-bit state (4096 elements and up); raises ConfigError or MachineError."""
+    """One real step, large enough for 8-bit state (4096 elements and up); raises ConfigError or MachineError.
+
+    From zero and at a rate of its own: a step of the user's may be below what float32 resolves beside a larger weight,
+    and from zero weight decay moves nothing, so that all movement is the optimizer's answer to the gradient.
+    """
     names = ("unet.probe.lora_A.weight", "unet.probe.lora_B.weight")
-    weights = {name: nn.Parameter(torch.full((64, 128), 0.01, device=device)) for name in names}
+    weights = {name: nn.Parameter(torch.zeros(64, 128, device=device)) for name in names}
+    slope = torch.linspace(-1, 1, 64 * 128, device=device).view(64, 128)
     for weight in weights.values():
-        weight.grad = torch.linspace(-1, 1, weight.numel(), device=device).view_as(weight)
+        weight.grad = slope.clone()
     optimizer = build_optimizer(param_groups(weights, settings), settings)
+    for group in optimizer.param_groups:
+        group["lr"] = _PROBE_RATE
     name = resolve_name(settings)
     try:
         optimizer.step()
-        after = torch.stack([weight.detach() for weight in weights.values()]).cpu()
+        steps = torch.stack([weight.detach() for weight in weights.values()]).cpu().double()
     except Exception as error:  # unusable binaries fail here, each in its own way
         raise _unusable(name, error) from error
-    if not torch.isfinite(after).all() or bool((after == 0.01).all()):
+    downhill = -(steps * slope.cpu()).sum(dim=(1, 2))
+    if not torch.isfinite(steps).all() or not bool((downhill > 0).all()):
         reason = t(pt="um passo de teste não deu pesos utilizáveis", en="a test step gave no usable weights")
         raise _unusable(name, RuntimeError(reason))
+
+
+def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], settings: TrainingConfig) -> None:
+    """Go on from `saved` (a state_dict) with a freshly built optimizer, under the config's present hyper-parameters.
+
+    ConfigError, before anything is changed, if the state is of another optimizer or of other groups of parameters.
+    """
+    fresh = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+    before = saved["param_groups"]
+    _refuse_other_optimizer(before, settings)
+    _refuse_other_groups(before, optimizer.param_groups)
+    _refuse_missing_state(optimizer, saved, settings)
+    merged = [
+        {**old, **{key: value for key, value in new.items() if key not in ADAPTED}}
+        for old, new in zip(before, fresh, strict=True)
+    ]
+    optimizer.load_state_dict({**saved, "param_groups": merged})
+    _move_training_point(optimizer, [group.get("betas") for group in before])
+
+
+def _refuse_other_optimizer(before: Groups, settings: TrainingConfig) -> None:
+    ours = resolve_name(settings)
+    theirs = str(before[0].get("optimizer", "?")) if before else ours
+    if _SAME_STATE.get(ours, ours) == _SAME_STATE.get(theirs, theirs):
+        return
+    raise ConfigError(
+        t(
+            pt=f"o estado salvo é do otimizador {theirs}, e a configuração pede {ours}",
+            en=f"the saved state is of the optimizer {theirs}, and the config asks for {ours}",
+        ),
+        t(
+            pt=f"para retomar, use {theirs}; para trocar, comece outro treino com modelo.lora_inicial no LoRA já salvo",
+            en=f"to resume, use {theirs}; to change it, start a new training with model.initial_lora on the LoRA saved",
+        ),
+        where=_key("otimizador", "optimizer"),
+    )
+
+
+def _refuse_other_groups(before: Groups, groups: Groups) -> None:
+    theirs, ours = (
+        ", ".join(f"{group.get('name', '?')} ({len(group['params'])})" for group in some) for some in (before, groups)
+    )
+    if theirs == ours:
+        return
+    raise ConfigError(
+        t(
+            pt=f"o estado salvo tem os grupos de parâmetros {theirs}; a configuração dá {ours}",
+            en=f"the saved state has the parameter groups {theirs}; the config gives {ours}",
+        ),
+        t(
+            pt="retome com a mesma razao_lora_plus e os mesmos alvos do LoRA, ou comece um treino novo",
+            en="resume with the same lora_plus_ratio and the same LoRA targets, or start a new training",
+        ),
+        where=_key("razao_lora_plus", "lora_plus_ratio"),
+    )
+
+
+def _refuse_missing_state(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], settings: TrainingConfig
+) -> None:
+    """Arguments such as amsgrad ask for state that a run without them never kept; one step of a twin tells which."""
+    for old, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        kinds = {
+            frozenset(_flat_keys(saved["state"][number])): parameter
+            for number, parameter in zip(old["params"], group["params"], strict=True)
+            if number in saved["state"]
+        }
+        for kept, parameter in kinds.items():
+            twin = nn.Parameter(torch.zeros_like(parameter))
+            twin.grad = torch.ones_like(twin)
+            single = build_optimizer([{"params": [twin], "lr": group["lr"]}], settings)
+            single.step()
+            if missing := sorted(set(_flat_keys(single.state[twin])) - kept):
+                raise _other_arguments(resolve_name(settings), missing)
+
+
+def _flat_keys(state: Mapping[str, Any]) -> Iterator[str]:
+    """bitsandbytes keeps part of a parameter's state one level down in its state_dict."""
+    for key, value in state.items():
+        yield from _flat_keys(value) if isinstance(value, Mapping) else (key,)
+
+
+def _other_arguments(name: str, missing: list[str]) -> ConfigError:
+    return ConfigError(
+        t(
+            pt=f"o estado salvo foi feito por {name} com outros argumentos: nele falta {', '.join(missing)}",
+            en=f"the saved state was made by {name} with other arguments: it lacks {', '.join(missing)}",
+        ),
+        t(
+            pt="retome com os argumentos_otimizador de antes, ou comece um treino novo",
+            en="resume with the optimizer_args of before, or start a new training",
+        ),
+        where=_key("argumentos_otimizador", "optimizer_args"),
+    )
+
+
+def _move_training_point(optimizer: torch.optim.Optimizer, old_betas: list[Any]) -> None:
+    """Where schedule-free trains depends on beta1: under another one, the same average has another training point."""
+    new_betas = [group.get("betas") for group in optimizer.param_groups]
+    if not hasattr(optimizer, "eval") or [tuple(b)[0] for b in old_betas] == [tuple(b)[0] for b in new_betas]:
+        return
+    for group, betas in zip(optimizer.param_groups, old_betas, strict=True):
+        group["betas"] = betas
+    set_training(optimizer, False)
+    for group, betas in zip(optimizer.param_groups, new_betas, strict=True):
+        group["betas"] = betas
+    set_training(optimizer, True)
 
 
 def set_training(optimizer: torch.optim.Optimizer, training: bool) -> None:

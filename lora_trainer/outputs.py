@@ -13,6 +13,7 @@ from .export.metadata import RunFacts, describe
 from .export.verify import Verification, verify
 from .export.write import save_adapter
 from .plot import plot_metrics
+from .progress import Terminal
 from .run_folder import RunFolder, keep_last
 
 
@@ -77,8 +78,12 @@ class Outputs:
             return t(pt=f"último estado bom: {states[-1]}", en=f"last good state: {states[-1]}")
         return t(pt="nenhum arquivo tinha sido salvo ainda", en="no file had been saved yet")
 
-    def plot(self) -> None:
-        plot_metrics(self.folder.metrics, self.folder.path / "perda.png")
+    def plot(self, terminal: Terminal) -> None:
+        """The run is done and verified; a plot that cannot be drawn does not change that."""
+        try:
+            plot_metrics(self.folder.metrics, self.folder.path / "perda.png")
+        except (OSError, ValueError, RuntimeError) as error:
+            terminal.warn(t(pt=f"o gráfico da perda não foi gravado: {error}", en=f"the loss plot was not written: {error}"))
 
 
 def _line(checked: Verification, step: int, total: int) -> str:

@@ -25,7 +25,7 @@ from .run_folder import RunFolder
 
 MARGIN, LABEL_HEIGHT, SMALLEST_CELL = 12, 34, 192
 MEASURES = {"demo": "lora_trainer.demo.score"}
-"""`amostras.medida` -> module with PROMPTS, SAMPLING and concept_score(images)."""
+"""`amostras.medida` -> module with PROMPTS, GUIDANCE_SCALE, INFERENCE_STEPS, SEED and concept_score(images)."""
 
 
 class Previews:
@@ -71,7 +71,7 @@ class Previews:
             columns = ["base", t(pt=f"LoRA, passo {step}", en=f"LoRA, step {step}")]
             make_grid(self.settings.prompts, columns, [self.base_images, images]).save(path)
             self.metrics.event("preview", step=step, file=path.name)
-        except (RuntimeError, OSError, ValueError) as error:  # out of memory is a RuntimeError
+        except Exception as error:  # whatever it is, training goes on
             self.terminal.warn(
                 t(pt=f"amostra do passo {step} falhou: {error}", en=f"preview at step {step} failed: {error}")
             )
@@ -93,9 +93,13 @@ class Previews:
                 t(pt=f"nota do conceito, antes → depois: {scores}", en=f"concept score, before → after: {scores}")
             )
 
+    def _measured(self) -> Sampling:
+        measure, chunk = self.measure, 8
+        return Sampling(self.sampling.size, measure.INFERENCE_STEPS, measure.GUIDANCE_SCALE, measure.SEED, chunk)
+
     def _score(self, model: nn.ModuleDict) -> float:
         assert self.measure is not None
-        return float(self.measure.concept_score(self._pictures(model, self.measure.PROMPTS, "", self.measure.SAMPLING)))
+        return float(self.measure.concept_score(self._pictures(model, self.measure.PROMPTS, "", self._measured())))
 
     @torch.no_grad()
     def _pictures(

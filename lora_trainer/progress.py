@@ -4,6 +4,8 @@
 metricas.jsonl. `Phases` remembers the peak memory of every phase.
 """
 
+import contextlib
+import io
 import json
 import logging
 import os
@@ -27,11 +29,17 @@ PLAIN_LINE_SECONDS = 15.0
 
 
 class Terminal:
-    """Console output with a copy in registro.log."""
+    """Console output with a copy in registro.log, from `open_log` on; what came before is written there then."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self) -> None:
         self.console = Console(highlight=False, soft_wrap=True)
-        self.log: TextIO = open(log, "a", encoding="utf-8")  # noqa: SIM115  (lives as long as the run)
+        self.log: TextIO = io.StringIO()
+
+    def open_log(self, path: Path) -> None:
+        early = self.log
+        self.log = open(path, "a", encoding="utf-8")  # noqa: SIM115  (lives as long as the run)
+        if isinstance(early, io.StringIO):
+            self.log.write(early.getvalue())
 
     def say(self, text: str, style: str = "") -> None:
         self.console.print(text, style=style, markup=False)
@@ -69,8 +77,9 @@ class Terminal:
             self._log("  " + "  ".join(row))
 
     def _log(self, text: str) -> None:
-        self.log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-        self.log.flush()
+        with contextlib.suppress(OSError):  # a full disk must not end the run
+            self.log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+            self.log.flush()
 
     @contextmanager
     def bar(self, title: str, total: int, start: int = 0) -> Iterator["Bar"]:
@@ -92,7 +101,8 @@ class Terminal:
             yield heard
 
     def close(self) -> None:
-        self.log.close()
+        with contextlib.suppress(OSError):
+            self.log.close()
 
 
 def _phase_title(name: str) -> str:
@@ -138,22 +148,30 @@ def _nothing() -> Iterator[None]:
 
 
 class Metrics:
-    """Append-only JSON lines. A line cut by a killed process is removed when the file is opened again."""
+    """Append-only JSON lines, from `open` on. A line cut by a killed process is removed then."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self) -> None:
+        self.file: TextIO | None = None
+
+    def open(self, path: Path) -> None:
         _drop_partial_line(path)
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (lives as long as the run)
 
     def write(self, **values: Any) -> None:
-        self.file.write(json.dumps(values, ensure_ascii=False) + "\n")
-        self.file.flush()
+        """On a full disk the line is lost and the run goes on."""
+        if self.file is None:
+            return
+        with contextlib.suppress(OSError):
+            self.file.write(json.dumps(values, ensure_ascii=False) + "\n")
+            self.file.flush()
 
     def event(self, name: str, **values: Any) -> None:
         self.write(event=name, **values)
 
     def close(self) -> None:
-        self.file.close()
+        with contextlib.suppress(OSError):
+            if self.file is not None:
+                self.file.close()
 
 
 def _drop_partial_line(path: Path) -> None:

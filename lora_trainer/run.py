@@ -21,34 +21,32 @@ from .data.batches import BatchPlan, Loader
 from .data.cache import Cache
 from .data.encode import EncodeCounts, Encoder, caches_text, encode_dataset
 from .data.report import summary_lines, token_lines
-from .errors import UserError, t
+from .errors import Interrupted, UserError, t
 from .families import resolve
-from .interrupt import StopRequest, stop_on_signals
+from .interrupt import StopRequest
 from .memory.cap import cap_process
 from .memory.techniques import make_plan
 from .outputs import Outputs
 from .picker import Choice, settle
 from .preview import Previews
 from .progress import Metrics, Phases, Terminal, peak_resident_bytes, write_json
-from .run_folder import Lock, RunFolder, prepare
+from .run_folder import Lock, RunFolder, check, claim
 from .training import Session, Training
 
 
-def train(loaded: Loaded, *, resume: bool = False, restart: bool = False) -> None:
-    """Train as the config says. Raises UserError subclasses, whose `exit_code` the command line returns."""
+def train(loaded: Loaded, stop: StopRequest, *, resume: bool = False, restart: bool = False) -> None:
+    """Train as the config says. Raises UserError subclasses or Interrupted, whose `exit_code` the command returns."""
     folder = RunFolder(loaded.run_dir, loaded.name)
-    with stop_on_signals() as stop, Lock(folder):
-        note = prepare(folder, resume=resume, restart=restart)
-        terminal, metrics = Terminal(folder.path / "registro.log"), Metrics(folder.metrics)
+    with Lock(folder):
+        check(folder, resume=resume, restart=restart)
+        terminal, metrics = Terminal(), Metrics()
         handler = terminal.log_handler()
         logging.getLogger("lora_trainer").addHandler(handler)
         try:
-            if note:
-                terminal.say(note)
             earlier = folder.read_facts().get("preset") if resume else None
             loaded, choice = settle(loaded, earlier=earlier)
             Run(loaded, choice, folder, terminal, metrics, stop).go(resume=resume)
-        except UserError as error:
+        except (UserError, Interrupted) as error:
             metrics.event("stopped", reason=type(error).__name__, problem=error.problem)
             terminal.note(str(error))
             raise
@@ -77,14 +75,18 @@ class Run:
         self.choose_machine()
         self.open_base()
         self.read_data()
+        self.stop.check()
+        self.claim_folder(resume)
         self.remember_facts()
         if resume and self.already_done():
             return
         with self.phases.phase("cache"):
             self.encode()
+        self.stop.check()
         with self.phases.phase("load"):
             training = self.load_model()
         start = training.restore() if resume else 0
+        self.stop.check()
         self.previews.measure_before(training.model, training.adapter)
         self.folder.done.unlink(missing_ok=True)  # a finished run that is being extended is not finished
         with self.phases.phase("train"), self.stop.waiting_for_step():
@@ -131,6 +133,14 @@ class Run:
         for warning in self.dataset.notes.warnings:
             self.terminal.warn(warning)
         for note in self.dataset.notes.notes:
+            self.terminal.say(note)
+
+    def claim_folder(self, resume: bool) -> None:
+        """Only now: a start that fails on its base or data leaves an earlier run where it was."""
+        note = claim(self.folder, resume=resume)
+        self.terminal.open_log(self.folder.path / "registro.log")
+        self.metrics.open(self.folder.metrics)
+        if note:
             self.terminal.say(note)
 
     def remember_facts(self) -> None:
@@ -239,7 +249,7 @@ class Run:
         write_json(self.folder.done, {"steps": self.total})
         files = [path.name for path in training.outputs.written]
         self.metrics.event("done", step=self.total, files=files, peak_rss=peak_resident_bytes())
-        training.outputs.plot()
+        training.outputs.plot(self.terminal)
         for line in lines:
             self.terminal.say(line, style="green")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from .checkpoint import latest_step
 from .errors import ConfigError, MachineError, t
 
 SUFFIXES = {"kohya": "", "diffusers": "-diffusers"}
@@ -48,8 +49,9 @@ class RunFolder:
         return self.done.exists()
 
     @property
-    def begun(self) -> bool:
-        return self.facts.exists()
+    def worth_keeping(self) -> bool:
+        """A run that left something: a failed start is no run."""
+        return self.finished or latest_step(self.state) > 0 or any(self.path.glob("*.safetensors"))
 
     def adapter(self, format_: str, step: int | None = None) -> Path:
         middle = "" if step is None else f"-passo{step:06d}"
@@ -59,28 +61,40 @@ class RunFolder:
         return sorted(self.path.glob(f"{_escape(self.name)}-passo??????{SUFFIXES[format_]}.safetensors"))
 
     def read_facts(self) -> dict[str, Any]:
-        return dict(json.loads(self.facts.read_text(encoding="utf-8"))) if self.begun else {}
+        """{} for a folder without them, or damaged ones."""
+        try:
+            facts = json.loads(self.facts.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return facts if isinstance(facts, dict) else {}
 
 
-def prepare(folder: RunFolder, *, resume: bool, restart: bool) -> str:
-    """Make the folder ready for a new or a resumed run; return a line to say, or "".
+def check(folder: RunFolder, *, resume: bool, restart: bool) -> None:
+    """An unfinished run needs the user's word. Changes nothing, so it may come before anything else is known."""
+    if folder.worth_keeping and not (folder.finished or resume or restart):
+        raise ConfigError(
+            t(
+                pt=f"já existe uma execução não terminada em {folder.path}",
+                en=f"there is an unfinished run in {folder.path}",
+            ),
+            t(
+                pt="continue com --retomar, comece de novo com --recomecar (a antiga é guardada) ou mude saida.nome",
+                en="go on with --resume, start over with --restart (the old one is kept) or change output.name",
+            ),
+        )
 
-    A finished run is moved aside, never overwritten; an unfinished one needs the user's word.
+
+def claim(folder: RunFolder, *, resume: bool) -> str:
+    """Make the folder ready, once the base and the data are known to be good; return a line to say, or "".
+
+    An earlier run is moved aside, never overwritten.
     """
     note = ""
-    if folder.begun and not resume:
-        if not folder.finished and not restart:
-            raise ConfigError(
-                t(
-                    pt=f"já existe uma execução não terminada em {folder.path}",
-                    en=f"there is an unfinished run in {folder.path}",
-                ),
-                t(
-                    pt="continue com --retomar, comece de novo com --recomecar (a antiga é guardada) ou mude saida.nome",
-                    en="go on with --resume, start over with --restart (the old one is kept) or change output.name",
-                ),
-            )
-        note = _move_aside(folder)
+    if not resume:
+        if folder.worth_keeping:
+            note = _move_aside(folder)
+        for leftover in (folder.facts, folder.metrics):
+            leftover.unlink(missing_ok=True)
     for path in (folder.path, folder.state, folder.samples):
         path.mkdir(parents=True, exist_ok=True)
     return note

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from .config.names import shown
 from .errors import SourceError, t
 from .headers import PICKLE_SUFFIXES, Header, TensorInfo, read_header, refuse_pickle
 from .kinds import Kind, classify, classify_folder
@@ -128,8 +129,9 @@ def _choose_weights(names: Iterable[str]) -> str | None:
     return weights[0] if len(weights) == 1 else None
 
 
-def open_source(text: str, what: str = "modelo_base") -> Source:
-    """Open a path or a Hugging Face id given under the key `what`."""
+def open_source(text: str, what: str = "") -> Source:
+    """Open a path or a Hugging Face id given under the key `what`; unsaid, that of the base."""
+    what = what or shown("model", "base_model")
     path = Path(text).expanduser()
     if path.is_dir():
         return _open_folder(path, what)

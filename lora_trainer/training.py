@@ -7,15 +7,18 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from . import adapters, hardware, optimizers, schedules
 from .checkpoint import State, load_state, save_state
+from .config import names
 from .config.loading import Loaded
+from .config.schema import Config
 from .data.batches import BatchPlan, Loader
-from .errors import DivergedError, Interrupted, UserError, t
+from .errors import ConfigError, DivergedError, Interrupted, MachineError, UserError, t
 from .families._base import Batch, Family
 from .interrupt import StopRequest
 from .loop import StepReport, Trainee, to_device
@@ -28,6 +31,29 @@ from .run_folder import RunFolder
 
 STATE_EVERY_SECONDS = 180.0
 """How often the state is saved when `saida.salvar_cada` does not say."""
+
+
+FIXED = ("training.optimizer", "training.use_8bit_optimizer", "training.lora_plus_ratio")
+"""Besides all of `model`, options that a run may not change when it resumes."""
+FREE = ("epochs", "max_steps", "validate_every", "gradient_checkpointing")
+"""Options of `training` that change nothing of what was trained so far."""
+
+
+PATHS = {"base_model", "vae", "tokenizer", "architecture", "initial_lora"}
+
+
+def resume_options(config: Config, seed: int) -> dict[str, Any]:
+    """What a state depends on, by "section.option"; paths are left out, since they may move."""
+    model = config.model.model_dump(mode="json", exclude=PATHS | {"family"})
+    training = config.training.model_dump(mode="json", exclude=set(FREE))
+    flat = {f"model.{name}": value for name, value in model.items()}
+    flat |= {f"training.{name}": value for name, value in training.items()}
+    return {**flat, "system.seed": seed, "data.resolution": list(config.data.resolution)}
+
+
+def _shown(key: str) -> str:
+    section, _, name = key.partition(".")
+    return names.options()[section, name].shown()
 
 
 @dataclass(frozen=True)
@@ -94,15 +120,7 @@ class Training:
                 t(pt="nenhum estado salvo: começando do passo 0", en="no saved state: starting at step 0")
             )
             return 0
-        if state.facts["data"] != self.batches.dataset.fingerprint():
-            self.terminal.warn(
-                t(
-                    pt="as imagens, legendas ou buckets mudaram desde o estado salvo; "
-                    "a ordem daqui em diante é a do conjunto novo",
-                    en="images, captions or buckets changed since the state was saved; "
-                    "from here on the order is the new set's",
-                )
-            )
+        self._compare(state)
         self.adapter.load_state_dict(state.adapter)
         self.optimizer.load_state_dict(state.optimizer)
         for group, fresh in zip(self.optimizer.param_groups, self._param_groups(), strict=True):
@@ -112,6 +130,36 @@ class Training:
         done = f"{state.step}/{self.total}"
         self.terminal.phase(t(pt=f"retomando do passo {done}", en=f"resuming at step {done}"))
         return state.step
+
+    def _compare(self, state: State) -> None:
+        """What changed since the state was saved: refused where it would spoil the run, else told."""
+        before, now = state.facts["options"], resume_options(self.config, self.session.seed)
+        changed = [key for key in now if before.get(key) != now[key]]
+        spoiling = [key for key in changed if key.startswith("model.") or key in FIXED]
+        if spoiling:
+            listed = "; ".join(f"{_shown(key)}: {before.get(key)} → {now[key]}" for key in spoiling)
+            raise ConfigError(
+                t(
+                    pt=f"não dá para retomar com outras opções de modelo ({listed})",
+                    en=f"cannot resume with other options of the model ({listed})",
+                ),
+                t(
+                    pt="use as mesmas, com o mesmo rank e os mesmos alvos, ou comece de novo com --recomecar",
+                    en="keep them, with the same rank and targets, or start over with --restart",
+                ),
+            )
+        for key in changed:
+            told = f"{_shown(key)}: {before.get(key)} → {now[key]}"
+            self.terminal.warn(t(pt=f"mudou desde o estado salvo: {told}", en=f"changed since the saved state: {told}"))
+        if state.facts["data"] != self.batches.dataset.fingerprint():
+            self.terminal.warn(
+                t(
+                    pt="as imagens, legendas ou buckets mudaram desde o estado salvo; "
+                    "a ordem daqui em diante é a do conjunto novo",
+                    en="images, captions or buckets changed since the state was saved; "
+                    "from here on the order is the new set's",
+                )
+            )
 
     def loop(self, start: int) -> None:
         """All steps from `start` (optimizer steps already made) to the last, and what is due between them."""
@@ -158,8 +206,7 @@ class Training:
         every = self.config.training.validate_every or self.batches.steps_per_epoch
         with optimizers.evaluation_weights(self.optimizer):
             if due and not last:
-                path = self.outputs.save(step, intermediate=True)[0]
-                self.metrics.event("saved", step=step, file=path.name)
+                self.save_intermediate(step)
             if self.batches.dataset.validation and (step % every == 0 or last):
                 self.validate(step)
             if samples.prompts and samples.every and step % samples.every == 0 and not last:
@@ -176,8 +223,18 @@ class Training:
                 t(pt="continue com --retomar", en="go on with --resume"),
             )
 
+    def save_intermediate(self, step: int) -> None:
+        """A full disk is told, and training goes on."""
+        try:
+            path = self.outputs.save(step, intermediate=True)[0]
+        except MachineError as error:
+            self.terminal.warn(str(error))
+            self.metrics.event("not_saved", step=step, problem=error.problem)
+            return
+        self.metrics.event("saved", step=step, file=path.name)
+
     def save_state(self, step: int) -> None:
-        """A full disk in mid-run is told, and training goes on; when stopping, it is an error."""
+        """A full disk is told, and training goes on (at the end, to the file that matters); when stopping, an error."""
         if not self.adapter.is_finite():
             raise DivergedError(
                 t(
@@ -186,12 +243,12 @@ class Training:
                 ),
                 t(pt="reduza treino.taxa_aprendizado", en="lower training.learning_rate"),
             )
-        facts = {"data": self.batches.dataset.fingerprint(), "seed": self.session.seed}
+        facts = {"data": self.batches.dataset.fingerprint(), "options": resume_options(self.config, self.session.seed)}
         adapter, optimizer, scaler = self.adapter.state_dict(), self.optimizer.state_dict(), self.scaler.state_dict()
         try:
             save_state(self.session.folder.state, State(step, adapter, optimizer, scaler, facts))
         except UserError as error:
-            if self.session.stop or step == self.total:
+            if self.session.stop:
                 raise
             self.terminal.warn(str(error))
             self.metrics.event("state_not_saved", step=step, problem=error.problem)

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ..errors import t
 from . import names
 from .loading import Loaded
 from .names import Option
 from .schema import Config
 
-_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+_UNPRINTABLE = re.compile("[\x7f-\x9f\ud800-\udfff\u2028\u2029\ufeff\ufffe\uffff]")
 
 
 def dump(config: Config, origins: Mapping[str, str], title: str = "") -> str:
@@ -35,6 +37,7 @@ def write(loaded: Loaded, path: Path) -> None:
         en=f"Effective config of {loaded.name}; each comment tells where the value came from.",
     )
     path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8", newline="\n") as file:
@@ -44,6 +47,15 @@ def write(loaded: Loaded, path: Path) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """What killed processes left; one that still runs may be writing its own."""
+    pattern = re.compile(re.escape(f".{path.name}.") + r"(\d+)\.tmp")
+    for beside in path.parent.iterdir():
+        match = pattern.fullmatch(beside.name)
+        if match and not psutil.pid_exists(int(match[1])):
+            beside.unlink(missing_ok=True)
 
 
 def _value(value: Any, option: Option) -> str:

@@ -4,6 +4,7 @@ Attribute names are the English spelling; `pt` is the Portuguese one. Everything
 effective config, error messages) is derived from the declaration.
 """
 
+import contextlib
 import re
 import unicodedata
 from pathlib import Path
@@ -13,9 +14,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 YES = {"sim", "yes", "true", "on", "ligado", "verdadeiro"}
+MAX_SIDE = 16384
+"""Pixels. Far beyond any model; a larger side is a slip of the finger."""
 NO = {"nao", "não", "no", "false", "off", "desligado", "falso"}
 
 _DECIMAL_COMMA = re.compile(r"[-+]?\d*,\d+([eE][-+]?\d+)?")
+_NUMERAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?|[-+]?inf", re.IGNORECASE)
 _WHOLE = re.compile(r"[-+]?[\d_]+")
 
 
@@ -75,6 +79,26 @@ def _number(value: Any) -> Any:
     return text if isinstance(value, str) else value
 
 
+def typed(value: Any) -> Any:
+    """The values of a free-form mapping: quotes, a shell or a reference make text of `False` and `0.9`, and as text
+    `False` would count as true."""
+    if isinstance(value, dict):
+        return {key: typed(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [typed(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if text.lower() in YES | NO:
+        return text.lower() in YES
+    if _DECIMAL_COMMA.fullmatch(text):
+        raise PydanticCustomError("decimal_comma", "decimal comma", {"fixed": text.replace(",", ".")})
+    for number in (int, float) if _NUMERAL.fullmatch(text) else ():
+        with contextlib.suppress(ValueError):
+            return number(text)
+    return value
+
+
 def _integer(value: Any) -> Any:
     value = _number(value)
     if isinstance(value, int) or (isinstance(value, str) and _WHOLE.fullmatch(value)):
@@ -102,6 +126,8 @@ def _resolution(value: Any) -> Any:
         raise PydanticCustomError("resolution", "expected 512, 512x768 or [512, 768]")
     if min(numbers) < 64:
         raise PydanticCustomError("resolution_small", "sides must be at least 64")
+    if max(numbers) > MAX_SIDE:
+        raise PydanticCustomError("resolution_large", "sides must be at most 16384")
     width, height = numbers[0], numbers[-1]
     return (width, height)
 
@@ -133,6 +159,8 @@ Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False), 
 Integer = Annotated[int, BeforeValidator(_integer), "integer"]
 Switch = Annotated[Literal["auto", "yes", "no"], BeforeValidator(_switch)]
 """The program decides, unless the user does."""
+Free = Annotated[dict[str, Any], BeforeValidator(typed)]
+"""Names and values that a library knows, not we."""
 Share = Annotated[float | Literal["auto", "no"], BeforeValidator(_share), "share"]
 """A part of a whole, from 0 to 1; `no` is 0."""
 Resolution = Annotated[tuple[int, int], BeforeValidator(_resolution), "resolution"]

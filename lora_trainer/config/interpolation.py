@@ -131,5 +131,5 @@ def _unresolved(entry: Entry, detail: str) -> Problem:
     else:
         why = t(pt="referência circular ou inválida", en="circular or invalid reference")
     message = t(pt=f"`{entry.written}` não pôde ser resolvido", en=f"`{entry.written}` could not be resolved")
-    hint = names.suggest(shown, section) if shown else t(pt="escreva o valor", en="write the value")
+    hint = names.suggest(shown, section, moved=section is None) if shown else t(pt="escreva o valor", en="write the value")
     return Problem(f"{message}: {why}", entry.where, hint)

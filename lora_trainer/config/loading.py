@@ -53,6 +53,13 @@ class Loaded:
     """What the user set, in files or arguments; the rest is the preset's or the default."""
     again: Callable[..., "Loaded"] | None = field(default=None, repr=False, compare=False)
 
+    def located(self, where: str) -> str:
+        """`meu.yaml:12: modelo.vae` for the `where` of an error, if it is an option that the user set."""
+        option = names.by_shown(where)
+        if option is None or option.key not in self.written:
+            return where
+        return f"{self.origins[option.shown('pt')]}: {where}"
+
     @property
     def run_dir(self) -> Path:
         return Path(self.config.output.dir) / self.name
@@ -88,6 +95,7 @@ def load(
     if not any(sheet.broken for sheet in [*below, *user]):
         problems += _missing(required, entries, main)
     name = _name(facts, path, main.source, problems)
+    problems += rules.inside_run_folder(facts, name)
     if problems:
         raise report(problems, str(path))
     asked = preset or facts.config.memory.preset

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import t
 from . import names
+from .fields import MAX_SIDE
 from .names import Option
 
 
@@ -43,6 +44,8 @@ def _wanted(code: str, option: Option, lang: str) -> str:
         return t(pt="um destes: ", en="one of: ") + ", ".join(words)
     if code == "resolution_small":
         return t(pt="lados de pelo menos 64 pixels", en="sides of at least 64 pixels")
+    if code == "resolution_large":
+        return t(pt=f"lados de no máximo {MAX_SIDE} pixels", en=f"sides of at most {MAX_SIDE} pixels")
     if code == "string_pattern_mismatch":
         return t(pt="auto, cpu, cuda ou cuda:N", en="auto, cpu, cuda or cuda:N")
     if code == "string_too_short":

@@ -228,6 +228,18 @@ def options() -> dict[Key, Option]:
     return found
 
 
+def shown(section: str, name: str) -> str:
+    """An option's full name in the language in force: `modelo.vae` or `model.vae`. For `where=` and hints."""
+    return options()[section, name].shown()
+
+
+def by_shown(text: str) -> Option | None:
+    """The option of a full name, in either language."""
+    section, _, name = text.partition(".")
+    home = find_section(section)
+    return find_option(home, name) if home else None
+
+
 @cache
 def spellings(section: str) -> dict[str, Option]:
     """Every key accepted in a section, in both languages, with the options that are accepted there as guests."""
@@ -272,8 +284,8 @@ def nearest(text: str, candidates: typing.Iterable[str], cutoff: float = 0.65) -
     return folded[match[0]] if match else None
 
 
-def suggest(text: str, section: str | None = None) -> str:
-    """A hint for a key that is not accepted where it was written."""
+def suggest(text: str, section: str | None = None, *, moved: bool = True) -> str:
+    """A hint for a key that is not accepted where it was written. `moved`: it may belong to another section."""
     last = text.rsplit(".", 1)[-1]
     here = nearest(last, spellings(section)) if section else None
     if here and fold(here) == fold(last):
@@ -281,7 +293,9 @@ def suggest(text: str, section: str | None = None) -> str:
     if fold(last) in FOREIGN:
         known = options()[FOREIGN[fold(last)]].shown()
         return t(pt=f"aqui esta opção se chama `{known}`", en=f"here this option is called `{known}`")
-    far = _elsewhere(last, section, 0.9) or ("" if here else _elsewhere(last, section, 0.75))
+    far = _elsewhere(last, section, 0.9) if moved else None
+    if moved and not (far or here) and len(last) > 4:  # among short words everything is alike
+        far = _elsewhere(last, section, 0.75)
     if far:
         return t(pt=f"esta opção fica em outra seção: `{far}`", en=f"this option lives in another section: `{far}`")
     if here:

@@ -102,7 +102,10 @@ def _read_families(key: yaml.ScalarNode, value: yaml.Node, sheet: Sheet) -> None
                 pt=f"`{key.value}` espera famílias com suas seções abaixo, uma só vez",
                 en=f"`{key.value}` wants families with their sections below, once",
             ),
-            "familias: {sdxl: {dados: {resolucao: 1024}}}",
+            t(
+                pt="familias: {sdxl: {dados: {resolucao: 1024}}}",
+                en="families: {sdxl: {data: {resolution: 1024}}}",
+            ),
         )
         return
     known = plugins.available("lora_trainer.families")

@@ -3,6 +3,7 @@
 Rules about the base model's family are the family's, and are checked once the base is known.
 """
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from .schema import Config
 
 WITH_8BIT = ("adamw", "adamw8bit", "pagedadamw8bit", "lion8bit")
 MAX_NAME_BYTES = 120
+OUTPUTS: tuple[Key, ...] = (("data", "cache_dir"), ("output", "dir"))
+"""Paths that are written to."""
 
 _RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
 
@@ -55,6 +58,10 @@ class _Conflict:
     problem: tuple[str, str]
     """In Portuguese and in English, as is the hint."""
     hint: tuple[str, str] = ("", "")
+
+
+def _same(one: str | None, other: str | None) -> bool:
+    return bool(one and other) and os.path.realpath(str(one)) == os.path.realpath(str(other))
 
 
 _CONFLICTS = (
@@ -143,12 +150,25 @@ _CONFLICTS = (
     _Conflict(
         ("output", "dir"),
         ("data", "data_dir"),
-        lambda c: c.data.data_dir is not None and Path(c.output.dir) == Path(c.data.data_dir),
+        lambda c: _same(c.output.dir, c.data.data_dir),
         (
             "`{first}` é a própria pasta das imagens: as amostras virariam imagens de treino",
             "`{first}` is the image folder itself: previews would become training images",
         ),
         ("escolha outra pasta em {first}", "choose another folder in {first}"),
+    ),
+    _Conflict(
+        ("data", "regularization_dir"),
+        ("data", "data_dir"),
+        lambda c: _same(c.data.regularization_dir, c.data.data_dir),
+        (
+            "`{first}` é a mesma pasta que `{second}`: cada imagem treinaria duas vezes",
+            "`{first}` is the same folder as `{second}`: every image would train twice",
+        ),
+        (
+            "ponha em {first} imagens comuns da classe, em outra pasta, ou apague a chave",
+            "give {first} ordinary images of the class, in another folder, or delete the key",
+        ),
     ),
     _Conflict(
         ("data", "mask_dir"),
@@ -187,6 +207,7 @@ def contradictions(facts: Facts) -> list[Problem]:
         ("model", "family"): _family,
         ("model", "lora_targets"): _targets,
         ("data", "background"): _background,
+        ("training", "betas"): _betas,
     }
     found = [check(facts, key) for key, check in singles.items() if key in facts.entries and key not in facts.failed]
     return [*problems, *(problem for problem in found if problem)]
@@ -229,6 +250,17 @@ def _targets(facts: Facts, key: Key) -> Problem | None:
     return None
 
 
+def _betas(facts: Facts, key: Key) -> Problem | None:
+    wrong = [beta for beta in facts.config.training.betas or () if not 0 <= beta < 1]
+    if not wrong:
+        return None
+    message = t(
+        pt=f"`{facts.name(key)}`: esperava valores de 0 até menos de 1, veio {wrong[0]:g}",
+        en=f"`{facts.name(key)}`: expected values from 0 to below 1, got {wrong[0]:g}",
+    )
+    return Problem(message, facts.where(key), t(pt="o usual é [0.9, 0.999]", en="[0.9, 0.999] is usual"))
+
+
 def _background(facts: Facts, key: Key) -> Problem | None:
     from PIL import ImageColor
 
@@ -244,6 +276,28 @@ def _background(facts: Facts, key: Key) -> Problem | None:
             message, facts.where(key), t(pt="use white, black ou '#rrggbb'", en="use white, black or '#rrggbb'")
         )
     return None
+
+
+def inside_run_folder(facts: Facts, name: str) -> list[Problem]:
+    """Inputs that lie in this run's own folder, which a later start moves aside with all that is in it."""
+    run = Path(os.path.realpath(os.path.join(facts.config.output.dir, name)))
+    problems = []
+    for key, option in names.options().items():
+        value = getattr(getattr(facts.config, key[0]), key[1])
+        if option.kind not in names.PATH_KINDS or key in (*OUTPUTS, *facts.failed) or not value or not name.strip():
+            continue
+        path = Path(os.path.realpath(value))
+        if os.path.isabs(value) and (path == run or run in path.parents):
+            message = t(
+                pt=f"`{facts.name(key)}` fica na pasta desta execução ({run}), que um novo início põe de lado inteira",
+                en=f"`{facts.name(key)}` lies in this run's own folder ({run}), which a new start moves aside whole",
+            )
+            hint = t(
+                pt=f"mude o arquivo ou a pasta de lugar, ou troque `{facts.name(('output', 'name'))}`",
+                en=f"move the file or folder elsewhere, or change `{facts.name(('output', 'name'))}`",
+            )
+            problems.append(Problem(message, facts.where(key), hint, facts.where(("output", "name"))))
+    return problems
 
 
 def name_problem(name: str, where: Where | None) -> Problem | None:

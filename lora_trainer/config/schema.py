@@ -3,12 +3,14 @@
 Values that are words have a Portuguese and an English spelling too; WORDS maps the former to the latter.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from .fields import (
+    MAX_SIDE,
     Boolean,
+    Free,
     Integer,
     LocalPath,
     Number,
@@ -21,6 +23,9 @@ from .fields import (
     option,
     section,
 )
+
+MAX_STEPS = 1_000_000_000
+"""No run is longer; a larger number is a slip of the finger."""
 
 _YES_NO = {"sim": "yes", "nao": "no", "não": "no"}
 _NO = {"nao": "no", "não": "no"}
@@ -89,7 +94,7 @@ class ModelConfig(Section):
     lora_rank: Integer = option(
         16, pt="classificacao_lora", ge=1, le=1024, doc_pt="Rank (posto) do LoRA.", doc_en="Rank of the LoRA.")
     lora_alpha: Number | None = option(
-        None, pt="alfa_lora", gt=0,
+        None, pt="alfa_lora", gt=0, le=1_000_000,
         doc_pt="Alfa do LoRA; a força é alfa/rank. Sem valor: igual ao rank.",
         doc_en="Alpha of the LoRA; its strength is alpha/rank. Unset: equal to the rank.")
     lora_dropout: Number = option(
@@ -102,7 +107,7 @@ class ModelConfig(Section):
         None, pt="classificacao_conv", ge=1, le=1024,
         doc_pt="Rank nas convoluções 3x3. Sem valor: o mesmo.", doc_en="Rank in 3x3 convolutions. Unset: the same.")
     conv_alpha: Number | None = option(
-        None, pt="alfa_conv", gt=0,
+        None, pt="alfa_conv", gt=0, le=1_000_000,
         doc_pt="Alfa nas convoluções 3x3. Sem valor: mesma força das outras camadas.",
         doc_en="Alpha in 3x3 convolutions. Unset: the same strength as elsewhere.")
     rslora: Boolean = option(
@@ -146,11 +151,11 @@ class DataConfig(Section):
         "stop", pt="imagens_ruins",
         doc_pt="Imagem ilegível: parar ou pular.", doc_en="Unreadable image: stop or skip.")
     min_side: Integer = option(
-        64, pt="lado_minimo", ge=1,
+        64, pt="lado_minimo", ge=1, le=MAX_SIDE,
         doc_pt="Lado menor que isto: imagem deixada de fora, pelo nome.",
         doc_en="A side below this: image left out, by name.")
     max_pixels: Integer = option(
-        178_000_000, pt="pixels_maximos", ge=4096,
+        178_000_000, pt="pixels_maximos", ge=4096, le=10_000_000_000,
         doc_pt="Imagem maior que isto é tratada como ruim.", doc_en="A larger image counts as bad.")
     buckets: Boolean = option(
         True, pt="usar_buckets",
@@ -178,7 +183,7 @@ class DataConfig(Section):
     shuffle_captions: Boolean = option(
         False, pt="embaralhar_legendas", doc_pt="Embaralha as etiquetas.", doc_en="Shuffle the tags.")
     keep_tags: Integer = option(
-        0, pt="manter_etiquetas", ge=0,
+        0, pt="manter_etiquetas", ge=0, le=10_000,
         doc_pt="Primeiras etiquetas que não se movem nem somem.", doc_en="First tags that never move or drop.")
     keep_separator: Text | None = option(
         None, pt="separador_fixo",
@@ -219,7 +224,7 @@ class DataConfig(Section):
         None, pt="diretorio_regularizacao",
         doc_pt="Imagens de preservação (da classe).", doc_en="Prior-preservation (class) images.")
     prior_weight: Number = option(
-        1.0, pt="peso_regularizacao", ge=0,
+        1.0, pt="peso_regularizacao", ge=0, le=1000,
         doc_pt="Peso da perda das imagens de preservação.", doc_en="Loss weight of prior-preservation images.")
     validation_fraction: Number = option(
         0.0, pt="fracao_validacao", ge=0, le=0.5,
@@ -228,9 +233,10 @@ class DataConfig(Section):
 
 class TrainingConfig(Section):
     epochs: Integer = option(
-        10, pt="epocas", ge=1, doc_pt="Passadas pelo conjunto, no total.", doc_en="Passes over the data, in all.")
+        10, pt="epocas", ge=1, le=1_000_000,
+        doc_pt="Passadas pelo conjunto, no total.", doc_en="Passes over the data, in all.")
     max_steps: Integer | None = option(
-        None, pt="passos_maximos", ge=1,
+        None, pt="passos_maximos", ge=1, le=MAX_STEPS,
         doc_pt="Para neste número de passos do otimizador.", doc_en="Stop at this number of optimizer steps.")
     batch_size: Integer = option(
         1, pt="tamanho_lote", ge=1, le=1024, doc_pt="Imagens por micro-lote.", doc_en="Images per micro-batch.")
@@ -244,7 +250,7 @@ class TrainingConfig(Section):
         doc_pt="Taxa dos codificadores de texto. Sem valor: metade.",
         doc_en="Rate of the text encoders. Unset: half.")
     lora_plus_ratio: Number = option(
-        1.0, pt="razao_lora_plus", ge=1,
+        1.0, pt="razao_lora_plus", ge=1, le=10_000,
         doc_pt="LoRA+: quantas vezes maior a taxa da matriz B.", doc_en="LoRA+: how many times larger B's rate is.")
     mixed_precision: Literal["auto", "fp16", "bf16", "no"] = option(
         "auto", pt="precisao_mista",
@@ -259,11 +265,11 @@ class TrainingConfig(Section):
         doc_pt="Usa a versão de 8 bits do otimizador (bitsandbytes); auto: se o plano precisar.",
         doc_en="Use the 8-bit version of the optimizer (bitsandbytes); auto: if the plan needs it.")
     weight_decay: Number = option(
-        0.01, pt="decaimento_pesos", ge=0, doc_pt="Decaimento dos pesos.", doc_en="Weight decay.")
+        0.01, pt="decaimento_pesos", ge=0, le=100, doc_pt="Decaimento dos pesos.", doc_en="Weight decay.")
     betas: list[Number] | None = option(
         None, pt="betas", min_length=2, max_length=3, doc_pt="Betas do otimizador.", doc_en="Betas of the optimizer.")
-    eps: Number | None = option(None, pt="eps", gt=0, doc_pt="Epsilon do otimizador.", doc_en="Optimizer epsilon.")
-    optimizer_args: dict[str, Any] = Field(
+    eps: Number | None = option(None, pt="eps", gt=0, le=1, doc_pt="Epsilon do otimizador.", doc_en="Optimizer epsilon.")
+    optimizer_args: Free = Field(
         default_factory=dict,
         json_schema_extra={
             "pt": "argumentos_otimizador",
@@ -275,22 +281,26 @@ class TrainingConfig(Section):
         doc_pt="Curva da taxa: constante, linear, cosseno, cosseno_reinicios, polinomial.",
         doc_en="Curve of the rate: constant, linear, cosine, cosine_restarts, polynomial.")
     lr_warmup: Number = option(
-        0.0, pt="aquecimento", ge=0,
+        0.0, pt="aquecimento", ge=0, le=MAX_STEPS,
         doc_pt="Aquecimento: fração dos passos (0.1) ou número de passos (100).",
         doc_en="Warm-up: share of the steps (0.1) or number of steps (100).")
-    lr_cycles: Integer = option(1, pt="ciclos", ge=1, doc_pt="Ciclos dos reinícios.", doc_en="Cycles of the restarts.")
-    lr_power: Number = option(1.0, pt="potencia", gt=0, doc_pt="Potência do polinomial.", doc_en="Polynomial power.")
+    lr_cycles: Integer = option(
+        1, pt="ciclos", ge=1, le=100_000, doc_pt="Ciclos dos reinícios.", doc_en="Cycles of the restarts.")
+    lr_power: Number = option(
+        1.0, pt="potencia", gt=0, le=100, doc_pt="Potência do polinomial.", doc_en="Polynomial power.")
     lr_min_ratio: Number = option(
         0.0, pt="razao_minima", ge=0, le=1,
         doc_pt="Taxa final como fração da inicial.", doc_en="Final rate as a share of the peak.")
     max_grad_norm: Number = option(
-        1.0, pt="norma_maxima_gradiente", ge=0, doc_pt="Corte do gradiente; 0 desliga.", doc_en="Clipping; 0 is off.")
+        1.0, pt="norma_maxima_gradiente", ge=0, le=1_000_000,
+        doc_pt="Corte do gradiente; 0 desliga.", doc_en="Clipping; 0 is off.")
     loss: Literal["l2", "huber", "smooth_l1"] = option(
         "l2", pt="perda", doc_pt="Função de perda.", doc_en="Loss function.")
     huber_delta: Number = option(
-        0.1, pt="delta_huber", gt=0, doc_pt="Delta do huber.", doc_en="Delta of the huber loss.")
+        0.1, pt="delta_huber", gt=0, le=1000, doc_pt="Delta do huber.", doc_en="Delta of the huber loss.")
     min_snr_gamma: Number | None = option(
-        None, pt="gama_min_snr", gt=0, doc_pt="Peso min-SNR (5 é usual).", doc_en="Min-SNR weighting (5 is usual).")
+        None, pt="gama_min_snr", gt=0, le=1_000_000,
+        doc_pt="Peso min-SNR (5 é usual).", doc_en="Min-SNR weighting (5 is usual).")
     debiased: Boolean = option(
         False, pt="estimativa_sem_vies", doc_pt="Peso 1/raiz(SNR).", doc_en="Weight 1/sqrt(SNR).")
     noise_offset: Number = option(
@@ -305,7 +315,7 @@ class TrainingConfig(Section):
         1000, pt="passo_ruido_maximo", ge=1, le=1000,
         doc_pt="Maior nível de ruído (não incluído).", doc_en="Highest timestep (exclusive).")
     validate_every: Integer = option(
-        0, pt="validar_cada", ge=0,
+        0, pt="validar_cada", ge=0, le=MAX_STEPS,
         doc_pt="Valida a cada N passos; 0: ao fim de cada época.",
         doc_en="Validate every N steps; 0: each epoch's end.")
 
@@ -388,11 +398,11 @@ class OutputConfig(Section):
     precision: Literal["fp16", "bf16", "fp32"] = option(
         "fp16", pt="precisao", doc_pt="Precisão do arquivo.", doc_en="Precision of the file.")
     save_every: Integer = option(
-        0, pt="salvar_cada", ge=0,
+        0, pt="salvar_cada", ge=0, le=MAX_STEPS,
         doc_pt="Guarda o LoRA e o estado a cada N passos. 0: só o estado, a cada três minutos.",
         doc_en="Keep the LoRA and the state every N steps. 0: only the state, every three minutes.")
     keep_last: Integer = option(
-        3, pt="manter_ultimos", ge=1,
+        3, pt="manter_ultimos", ge=1, le=100_000,
         doc_pt="Quantos LoRAs intermediários ficam.", doc_en="How many intermediate LoRAs are kept.")
     title: Text | None = option(None, pt="titulo", doc_pt="Título nos metadados.", doc_en="Title in the metadata.")
     author: Text | None = option(None, pt="autor", doc_pt="Autor nos metadados.", doc_en="Author in the metadata.")
@@ -405,13 +415,15 @@ class SamplesConfig(Section):
         [], pt="prompts", doc_pt="Prompts das amostras.", doc_en="Prompts of the previews.")
     negative_prompt: Text = option("", pt="prompt_negativo", doc_pt="Prompt negativo.", doc_en="Negative prompt.")
     every: Integer = option(
-        0, pt="cada", ge=0, doc_pt="A cada N passos; 0: só no fim.", doc_en="Every N steps; 0: only at the end.")
+        0, pt="cada", ge=0, le=MAX_STEPS,
+        doc_pt="A cada N passos; 0: só no fim.", doc_en="Every N steps; 0: only at the end.")
     steps: Integer = option(25, pt="passos", ge=1, le=200, doc_pt="Passos do amostrador.", doc_en="Sampler steps.")
     guidance: Number = option(7.0, pt="orientacao", ge=0, le=50, doc_pt="Força do prompt (CFG).", doc_en="CFG scale.")
-    seed: Integer = option(0, pt="semente", ge=0, doc_pt="Semente das amostras.", doc_en="Seed of the previews.")
+    seed: Integer = option(
+        0, pt="semente", ge=0, le=2**63 - 1, doc_pt="Semente das amostras.", doc_en="Seed of the previews.")
     resolution: Resolution | None = option(
         None, pt="resolucao", doc_pt="Tamanho; sem valor: a de treino.", doc_en="Size; unset: the training one.")
-    measure: Text | None = option(
+    measure: Literal["demo"] | None = option(
         None, pt="medida",
         doc_pt="Medida de conceito nas imagens geradas, antes e depois (demo).",
         doc_en="Concept measure on generated images, before and after (demo).")

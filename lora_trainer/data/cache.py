@@ -16,6 +16,7 @@ from pathlib import Path
 import safetensors.torch
 from safetensors import SafetensorError
 
+from ..config.names import shown
 from ..errors import DataError, t
 from ..families._base import Example
 
@@ -72,7 +73,7 @@ class Cache:
                     pt="libere espaço ou escolha outra pasta em dados.diretorio_cache; o que já foi feito fica",
                     en="free some space or choose another folder in data.cache_dir; what is done is kept",
                 ),
-                where="dados.diretorio_cache",
+                where=shown("data", "cache_dir"),
             ) from error
         finally:
             with contextlib.suppress(OSError):

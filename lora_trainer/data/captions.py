@@ -165,6 +165,13 @@ class CaptionReader:
         name = self.found.name(table.path)
         unused = [row for row in table.captions if row not in self._rows_used.get(table.path, set())]
         without = self._without_row.get(table.path, [])
+        if table.repeated:
+            self.notes.warnings.append(
+                t(
+                    pt=f"{name}: mais de uma linha para a mesma imagem; vale a última: {naming(table.repeated)}",
+                    en=f"{name}: more than one row for the same image; the last one counts: {naming(table.repeated)}",
+                )
+            )
         if unused and not table.problems:
             self.notes.warnings.append(
                 t(

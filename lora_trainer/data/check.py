@@ -12,6 +12,7 @@ from pathlib import Path
 from ..errors import t
 from .images import BadImage, ImageFacts, inspect, too_large
 from .index import FileIndex, Row
+from .text import printable
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
@@ -54,18 +55,23 @@ def _known(path: Path, index: FileIndex) -> ImageFacts | None:
         stat = path.stat()
     except OSError:
         return None
-    return index.get(str(path.resolve()), stat.st_size, stat.st_mtime_ns)
+    return index.get(_key(path), stat.st_size, stat.st_mtime_ns)
 
 
 def _look(path: Path, max_pixels: int) -> Row | str:
     """In a worker thread: the facts, or why the file is bad."""
     try:
         stat = path.stat()
-        return str(path.resolve()), stat.st_size, stat.st_mtime_ns, inspect(path, max_pixels)
+        return _key(path), stat.st_size, stat.st_mtime_ns, inspect(path, max_pixels)
     except BadImage as error:
         return str(error)
     except OSError as error:
         return t(pt=f"não pôde ser lido ({error.strerror})", en=f"cannot be read ({error.strerror})")
+
+
+def _key(path: Path) -> str:
+    """SQLite takes no lone surrogates, which stand for bytes that are not UTF-8."""
+    return printable(str(path.resolve()))
 
 
 def _pixels(facts: ImageFacts) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
 
+from ..config.names import shown
 from ..config.schema import DataConfig
 from ..errors import ConfigError, DataError, t
 from .buckets import BucketRule, fit
@@ -19,6 +20,7 @@ from .images import background_colour
 from .index import FileIndex
 from .notes import Notes, naming
 from .scan import ImageItem, Scanner
+from .text import printable
 from .variants import stable_hash
 
 MUCH_CROPPED = 0.30
@@ -70,13 +72,15 @@ def build(
     notes = Notes()
     rule = bucket_rule(config, side_multiple, notes)
     own = [*exclude, cache_dir, *(Path(p) for p in (config.mask_dir, config.regularization_dir) if p)]
+    if config.regularization_dir is not None:
+        _report_nesting(Path(config.data_dir), Path(config.regularization_dir), notes)
     index = FileIndex(cache_dir)
     try:
         scanner = Scanner(config, index, notes, progress)
         training = scanner.scan(Path(config.data_dir), exclude=own)
         priors = []
         if config.regularization_dir is not None:
-            own = [*exclude, cache_dir]
+            own = [*exclude, cache_dir, *(Path(p) for p in (config.mask_dir, config.data_dir) if p)]
             priors = scanner.scan(Path(config.regularization_dir), regularization=True, exclude=own)
     finally:
         index.close()
@@ -85,8 +89,42 @@ def build(
     if not training:
         raise _nothing_left(notes)
     training, validation = split(training, config.validation_fraction)
+    if config.validation_fraction > 0 and not validation:
+        notes.warnings.append(
+            t(
+                pt=f"dados.fracao_validacao: {config.validation_fraction:g}, mas nada ficou fora do treino: "
+                "é preciso haver ao menos duas imagens diferentes",
+                en=f"data.validation_fraction: {config.validation_fraction:g}, but nothing was held out: "
+                "at least two different images are needed",
+            )
+        )
     priors = matched(priors, sum(item.repeats for item in training), notes)
     return Dataset(config, rule, (*training, *priors), tuple(validation), notes)
+
+
+def _report_nesting(data_dir: Path, regularization_dir: Path, notes: Notes) -> None:
+    """One folder inside the other: each image counts on one side only, and which one is said."""
+    data, prior = data_dir.resolve(), regularization_dir.resolve()
+    if data == prior:
+        raise ConfigError(
+            t(
+                pt="a pasta de regularização é a própria pasta das imagens: cada imagem treinaria duas vezes",
+                en="the regularization folder is the image folder itself: every image would train twice",
+            ),
+            hint=t(pt="escolha outra pasta, ou retire a chave", en="choose another folder, or remove the key"),
+            where=shown("data", "regularization_dir"),
+        )
+    if data in prior.parents or prior in data.parents:
+        inner = regularization_dir if data in prior.parents else data_dir
+        name = printable(inner.name)
+        notes.notes.append(
+            t(
+                pt=f"a pasta das imagens e a de regularização estão uma dentro da outra: {name} conta só como "
+                + ("regularização" if inner is regularization_dir else "imagens de treino"),
+                en=f"the image folder and the regularization folder lie one inside the other: {name} counts only as "
+                + ("regularization" if inner is regularization_dir else "training images"),
+            )
+        )
 
 
 def bucket_rule(config: DataConfig, side_multiple: int, notes: Notes) -> BucketRule:
@@ -98,7 +136,7 @@ def bucket_rule(config: DataConfig, side_multiple: int, notes: Notes) -> BucketR
                 en=f"resolution {_sides(config.resolution)} is below the bucket step, {step}",
             ),
             hint=t(pt=f"use pelo menos {step}", en=f"use at least {step}"),
-            where="dados.resolucao",
+            where=shown("data", "resolution"),
         )
     rule = BucketRule(config.resolution, step, config.upscale, config.buckets)
     if step != config.bucket_step:
@@ -126,7 +164,7 @@ def _used(items: list[ImageItem], rule: BucketRule, config: DataConfig, notes: N
         name = f"{item.name} ({width}x{height})"
         found = fit(item.facts.size, rule)
         if min(width, height) < config.min_side:
-            reason = t(pt=f"lado menor que {config.min_side} (dados.lado_minimo)", en=f"side below {config.min_side}")
+            reason = t(pt="lado menor que", en="side below") + f" {config.min_side} ({shown('data', 'min_side')})"
             notes.exclude(reason, name)
         elif found is None:
             notes.exclude(

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageCms, ImageColor, PngImagePlugin, UnidentifiedImageError
 
+from ..config.names import shown
 from ..errors import ConfigError, t
 from .buckets import Fit
 
@@ -64,7 +65,7 @@ def background_colour(name: str) -> tuple[int, int, int]:
         raise ConfigError(
             t(pt=f"cor desconhecida: {name!r}", en=f"unknown colour: {name!r}"),
             hint=t(pt="use um nome (white, black, gray) ou #rrggbb", en="use a name (white, black, gray) or #rrggbb"),
-            where="dados.fundo",
+            where=shown("data", "background"),
         ) from None
 
 

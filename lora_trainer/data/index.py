@@ -9,13 +9,14 @@ import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..config.names import shown
 from ..errors import DataError, t
 from .images import ImageFacts
 
 _TABLE = "files_1"
 """The number changes when `inspect` learns to notice more."""
 Row = tuple[str, int, int, ImageFacts]
-"""Absolute path, size in bytes, mtime in nanoseconds, facts."""
+"""Absolute path (printable), size in bytes, mtime in nanoseconds, facts."""
 
 
 class FileIndex:
@@ -58,7 +59,7 @@ def _unusable(folder: Path, error: Exception) -> DataError:
             en=f"cannot use the cache folder {folder}: {error}",
         ),
         hint=t(pt="escolha outra em dados.diretorio_cache", en="choose another in data.cache_dir"),
-        where="dados.diretorio_cache",
+        where=shown("data", "cache_dir"),
     )
 
 

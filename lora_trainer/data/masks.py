@@ -19,7 +19,7 @@ class Mask:
 
 def mask_paths(images: Sequence[Path], found: Found, mask_dir: Path | None) -> dict[Path, Path]:
     """Image -> its mask file, where there is one."""
-    if mask_dir is None:
+    if mask_dir is None or mask_dir.resolve() == found.root.resolve():  # beside them, or each would be its own mask
         return {image: found.masks[key] for image in images if (key := stem_key(image)) in found.masks}
     source = walk(mask_dir)
     files = [path for folder in source.folders for path in folder.images] + list(source.masks.values())

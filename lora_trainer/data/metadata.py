@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..errors import t
-from .text import decode
+from .text import decode, printable
 from .walk import nfc
 
 NAMES = ("metadata.jsonl", "metadata.csv")
@@ -28,6 +28,8 @@ class Table:
     captions: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """File as the row names it (NFC, `/`) -> its captions."""
     problems: list[str] = field(default_factory=list)
+    repeated: list[str] = field(default_factory=list)
+    """Files that several rows name, with the lines; the last row counts."""
     guessed: str = ""
     """A sample of its text, if it was not UTF-8."""
 
@@ -57,15 +59,23 @@ def read_table(path: Path, name: str, column: str | None) -> Table:
     if caption_column is None:
         table.problems.append(_no_caption_column(name, columns, column or "text"))
         return table
+    lines: dict[str, int] = {}
     for line, row in rows:
         file = row.get(file_column)
-        if not isinstance(file, str) or not file.strip():
+        if not isinstance(file, str) or not file.strip() or not _whole(file):
             table.problems.append(
                 t(pt=f"{name}:{line}: linha sem {file_column}", en=f"{name}:{line}: no {file_column}")
             )
             continue
         key = nfc(str(PurePosixPath(file.strip().replace("\\", "/"))))
-        table.captions[key] = _texts(row.get(caption_column))
+        value = row.get(caption_column)
+        if problem := _caption_problem(value):
+            table.problems.append(f"{name}:{line}: {caption_column}: {problem}")
+            continue
+        if key in lines:
+            table.repeated.append(f"{printable(key)} ({name}:{lines[key]}, {name}:{line})")
+        lines[key] = line
+        table.captions[key] = _texts(value)
     return table
 
 
@@ -92,6 +102,26 @@ def _no_caption_column(name: str, columns: list[str], wanted: str) -> str:
         pt=f"{name}: não achei a coluna `{wanted}`; colunas: {', '.join(columns)}. Indique-a em dados.coluna_legenda",
         en=f"{name}: no column `{wanted}`; columns: {', '.join(columns)}. Name it in data.caption_column",
     )
+
+
+def _caption_problem(value: Any) -> str:
+    """Why a value cannot be a caption, or ""."""
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, (dict, list, bool)):
+            shown = json.dumps(item, ensure_ascii=True)
+            shown = shown if len(shown) <= 60 else shown[:57] + "…"
+            return t(
+                pt=f"a legenda precisa ser um texto ou uma lista de textos, veio {shown}",
+                en=f"a caption must be a text or a list of texts, got {shown}",
+            )
+        if isinstance(item, str) and not _whole(item):
+            return t(pt="a legenda tem metade de um caractere Unicode", en="the caption holds half a Unicode character")
+    return ""
+
+
+def _whole(text: str) -> bool:
+    r"""False for a lone surrogate (`\ud83d`), which JSON can spell and no encoding can hold."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def _texts(value: Any) -> tuple[str, ...]:

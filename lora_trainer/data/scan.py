@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..config.names import shown
 from ..config.schema import DataConfig
 from ..errors import DataError, t
 from .buckets import Fit
@@ -18,8 +19,9 @@ from .images import ImageFacts
 from .index import FileIndex
 from .masks import Mask, mask_paths, shape_problem
 from .notes import Notes, counted, listing, naming
+from .text import printable
 from .variants import stable_hash
-from .walk import Found, folder_repeats, readable_suffixes, walk
+from .walk import Found, folder_repeats, large_number, nfc, readable_suffixes, walk
 
 Facts = dict[Path, ImageFacts]
 Bad = list[tuple[str, str]]
@@ -53,7 +55,7 @@ class Scanner:
 
     def scan(self, root: Path, *, regularization: bool = False, exclude: Iterable[Path] = ()) -> list[ImageItem]:
         """Items of one data folder, sorted by name. Raises DataError at once if the folder itself is unusable."""
-        _check_root(root)
+        _check_root(root, shown("data", "regularization_dir" if regularization else "data_dir"))
         found = walk(root, recursive=self.config.recursive, exclude=exclude)
         paths = [image for folder in found.folders for image in folder.images]
         if not paths and not found.unreadable:
@@ -63,6 +65,7 @@ class Scanner:
         masks = {} if regularization else self._masks(found, facts, bad)
         self._report_bad(bad, found)
         self._report_notes(found, facts)
+        self._report_folders(found, regularization)
         trigger = None if regularization else self.config.trigger
         reader = CaptionReader(found, self.config, self.notes, trigger)
         items = [self._item(path, found, fact, reader, regularization) for path, fact in facts.items()]
@@ -81,7 +84,7 @@ class Scanner:
             return {}
         folder = Path(self.config.mask_dir) if self.config.mask_dir is not None else None
         if folder is not None:
-            _check_root(folder, where="dados.diretorio_mascaras")
+            _check_root(folder, where=shown("data", "mask_dir"))
         wanted = mask_paths(list(facts), found, folder)
         mask_facts, reasons = check_files(
             sorted(set(wanted.values())), self.index, self.config.max_pixels, self.progress
@@ -89,7 +92,7 @@ class Scanner:
         for path, mask in wanted.items():
             if mask in mask_facts and (problem := shape_problem(mask_facts[mask], facts[path])):
                 reasons[mask] = problem
-        bad.extend((mask.name, reason) for mask, reason in reasons.items())
+        bad.extend((printable(mask.name), reason) for mask, reason in reasons.items())
         self._report_unmasked([found.name(path) for path in facts if path not in wanted])
         return {path: Mask(mask, mask_facts[mask].content) for path, mask in wanted.items() if mask not in reasons}
 
@@ -108,16 +111,40 @@ class Scanner:
                 self.notes.exclude(t(pt=f"ruim: {reason}", en=f"bad: {reason}"), name)
         elif bad:
             lines = listing([f"{name}: {reason}" for name, reason in sorted(bad)])
+            root = printable(str(found.root))
             self.notes.fail(
                 t(
-                    pt=f"{counted(len(bad), 'arquivo ruim', 'arquivos ruins')} em {found.root}:\n{lines}",
-                    en=f"{counted(len(bad), 'bad file', 'bad files')} in {found.root}:\n{lines}",
+                    pt=f"{counted(len(bad), 'arquivo ruim', 'arquivos ruins')} em {root}:\n{lines}",
+                    en=f"{counted(len(bad), 'bad file', 'bad files')} in {root}:\n{lines}",
                 ),
                 t(
                     pt="conserte ou apague os arquivos, ou use dados.imagens_ruins: pular.",
                     en="mend or delete the files, or set data.bad_images: skip.",
                 ),
             )
+
+    def _report_folders(self, found: Found, regularization: bool) -> None:
+        """Folders that were not read, or whose number was not taken for a repeat count."""
+        if found.runs:
+            self.notes.warnings.append(
+                t(
+                    pt=f"pastas de execuções deste programa dentro de {printable(str(found.root))}, não lidas: "
+                    + naming(found.runs),
+                    en=f"run folders of this program inside {printable(str(found.root))}, not read: "
+                    + naming(found.runs),
+                )
+            )
+        if self.config.repeats is not None or regularization:
+            return
+        for folder in found.folders:
+            if folder.images and (number := large_number(folder.path)):
+                name = printable(nfc(folder.path.name))
+                self.notes.warnings.append(
+                    t(
+                        pt=f"pasta {name}: {number} é grande demais para um número de repetições e não conta como tal",
+                        en=f"folder {name}: {number} is too large for a repeat count and is not taken for one",
+                    )
+                )
 
     def _report_notes(self, found: Found, facts: Facts) -> None:
         if found.unsupported:
@@ -191,14 +218,15 @@ class Scanner:
         return items
 
 
-def _check_root(root: Path, where: str = "dados.diretorio_dados") -> None:
+def _check_root(root: Path, where: str = "") -> None:
     if root.is_dir():
         return
+    name = printable(str(root))
     if root.exists():
-        problem = t(pt=f"{root} é um arquivo; preciso de uma pasta", en=f"{root} is a file; a folder is needed")
+        problem = t(pt=f"{name} é um arquivo; preciso de uma pasta", en=f"{name} is a file; a folder is needed")
     else:
-        problem = t(pt=f"a pasta não existe: {root}", en=f"no such folder: {root}")
-    raise DataError(problem, where=where)
+        problem = t(pt=f"a pasta não existe: {name}", en=f"no such folder: {name}")
+    raise DataError(problem, where=where or shown("data", "data_dir"))
 
 
 def _nothing(found: Found) -> DataError:
@@ -210,6 +238,12 @@ def _nothing(found: Found) -> DataError:
             pt=f". Há {counted(count, 'subpasta', 'subpastas')}: use dados.recursivo: sim",
             en=f". There are {counted(count, 'sub-folder', 'sub-folders')}: set data.recursive: true",
         )
+    if found.runs:
+        hint += t(
+            pt=f". Pastas de execuções não são lidas: {naming(found.runs)}",
+            en=f". Run folders are not read: {naming(found.runs)}",
+        )
     if found.unsupported:
         hint += t(pt=f". Não lidos: {naming(found.unsupported)}", en=f". Not read: {naming(found.unsupported)}")
-    return DataError(t(pt=f"nenhuma imagem em {found.root}", en=f"no image in {found.root}"), hint=hint)
+    root = printable(str(found.root))
+    return DataError(t(pt=f"nenhuma imagem em {root}", en=f"no image in {root}"), hint=hint)

@@ -4,6 +4,7 @@ UTF-8 (with or without BOM), UTF-16 by its BOM or its zeros, else the Windows co
 """
 
 import codecs
+import os
 from dataclasses import dataclass
 
 
@@ -27,6 +28,21 @@ def decode(data: bytes) -> Decoded:
         return Decoded(_lines(data.decode("cp1252")), "cp1252")
     except UnicodeDecodeError:  # cp1252 leaves five bytes undefined; latin-1 none
         return Decoded(_lines(data.decode("latin-1")), "cp1252")
+
+
+def printable(text: str) -> str:
+    r"""File names are bytes, and Python keeps those that are not UTF-8 as lone surrogates: here `\xe9`, as `ls` says it."""
+    return "".join(_escaped(c) if "\ud800" <= c <= "\udfff" else c for c in text)
+
+
+def _escaped(surrogate: str) -> str:
+    code = ord(surrogate)
+    return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}"
+
+
+def decode_name(name: str) -> str:
+    """A file name's words: like `decode`, for what an old program wrote in another encoding than UTF-8."""
+    return name if name.isascii() else decode(os.fsencode(name)).text
 
 
 def _lines(text: str) -> str:

@@ -1,9 +1,9 @@
 """Finds the files of a data folder: the images, the texts beside them, and what had to be left alone.
 
-The rule: hidden names, `__MACOSX` and the trainer's own folders are skipped; links to folders are followed, after the
-real folders and each real folder once, so a loop ends by itself. Suffixes count in any case, and choose only which
-files are opened: what a file is, its content decides (images.py). Not read: the kohya metadata JSON of whole data
-sets.
+The rule: hidden names, `__MACOSX` and the trainer's own folders, wherever they lie, are skipped; links to folders are
+followed, after the real folders and each real folder once, so a loop ends by itself. Suffixes count in any case, and
+choose only which files are opened: what a file is, its content decides (images.py). Not read: the kohya metadata JSON
+of whole data sets.
 """
 
 import importlib.util
@@ -17,6 +17,7 @@ from pathlib import Path
 from PIL import features
 
 from ..errors import t
+from .text import decode_name, printable
 
 
 def _suffixes(names: str) -> frozenset[str]:
@@ -28,6 +29,7 @@ _HEIC = _suffixes("heic heif hif")
 _OTHERS = _suffixes("jxl svg psd xcf raw cr2 cr3 nef arw dng orf rw2 jp2 ico tga exr hdr mp4 mov")
 _MASK_ENDING = "-masklabel"
 _REPEATS = re.compile(r"(\d+)_(.*)", re.DOTALL)
+_MOVED_ASIDE = re.compile(r"\.antigo-\d+$")
 _MOST_REPEATS = 1000
 """A larger number before `_` is a year or a date, not a repeat count."""
 
@@ -49,9 +51,12 @@ class Found:
     unreadable: list[tuple[str, str]] = field(default_factory=list)
     unsupported: list[str] = field(default_factory=list)
     skipped_subfolders: int = 0
+    runs: list[str] = field(default_factory=list)
+    """Run folders of ours: their previews are no training images."""
 
     def name(self, path: Path) -> str:
-        return nfc(path.relative_to(self.root).as_posix())
+        """For people and for hashing: any file system's name as text that can be written anywhere."""
+        return printable(nfc(path.relative_to(self.root).as_posix()))
 
 
 def nfc(text: str) -> str:
@@ -103,7 +108,10 @@ def _read_folder(path: Path, found: Found, suffixes: frozenset[str]) -> list[Pat
         if entry.name.startswith(".") or entry.name == "__MACOSX":
             continue
         if entry.is_dir():
-            subfolders.append(entry)
+            if is_run_folder(entry):
+                found.runs.append(found.name(entry))
+            else:
+                subfolders.append(entry)
         elif entry.suffix.lower() in suffixes:
             _take_image(entry, folder, found)
         else:
@@ -112,6 +120,14 @@ def _read_folder(path: Path, found: Found, suffixes: frozenset[str]) -> list[Pat
                 found.unsupported.append(found.name(entry))
     found.folders.append(folder)
     return subfolders
+
+
+def is_run_folder(path: Path) -> bool:
+    """Made by this program (run_folder.py): it holds the run's state and log, or was moved aside by a later run."""
+    state = path / "estado"
+    return bool(_MOVED_ASIDE.search(path.name)) or (
+        state.is_dir() and ((path / "metricas.jsonl").is_file() or (state / "execucao.json").is_file())
+    )
 
 
 def _take_image(entry: Path, folder: Folder, found: Found) -> None:
@@ -128,7 +144,17 @@ def folder_repeats(folder: Path, root: Path) -> tuple[int | None, str]:
     while True:
         match = _REPEATS.fullmatch(nfc(folder.name))
         if match and int(match[1]) <= _MOST_REPEATS:
-            return int(match[1]), match[2].strip()
+            return int(match[1]), nfc(decode_name(match[2])).strip()
         if folder == root or folder.parent == folder:
             return None, ""
         folder = folder.parent
+
+
+def large_number(folder: Path) -> int | None:
+    """The number of a name like `99999_muito`, which looks like a repeat count and is none; years and dates are not
+    meant."""
+    match = _REPEATS.fullmatch(nfc(folder.name))
+    number = int(match[1]) if match else 0
+    if number <= _MOST_REPEATS or 1900 <= number <= 2100 or re.fullmatch(r"(19|20)\d{4}(\d\d)?", str(number)):
+        return None
+    return number

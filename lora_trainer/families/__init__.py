@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from .. import plugins
+from ..config.names import shown
 from ..config.schema import DataConfig, ModelConfig
 from ..errors import ConfigError, SourceError, t
 from ..sources import Source, open_source
@@ -30,7 +31,7 @@ def resolve(model: ModelConfig, data: DataConfig, *, planning: bool = False) -> 
         raise ConfigError(
             t(pt=f"não conheço a família {model.family!r}", en=f"unknown family {model.family!r}"),
             t(pt=f"use auto ou uma destas: {', '.join(names)}", en=f"use auto or one of: {', '.join(names)}"),
-            "modelo.familia",
+            shown("model", "family"),
         )
     base = model.base_model or str(family_class(model.family).shipped_architecture())
     source = replace(open_source(base), planning=planning)
@@ -48,7 +49,7 @@ def resolve(model: ModelConfig, data: DataConfig, *, planning: bool = False) -> 
                 pt=f"escreva familia: {chosen.name} (ou auto), ou use um modelo base {wanted}",
                 en=f"set family: {chosen.name} (or auto), or use a {wanted} base",
             ),
-            "modelo.familia",
+            shown("model", "family"),
         )
     return chosen.open(source, model, data.max_caption_tokens)
 

@@ -12,6 +12,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any, Literal
 
+from ..config.names import shown
 from ..errors import SourceError, t
 from ..headers import Header
 from ..kinds import Part
@@ -34,7 +35,7 @@ def given(folder: str | None, component: str) -> Config | None:
     """A component's config from the folder of `modelo.arquitetura`; None without the folder or the file."""
     if folder is None:
         return None
-    where = "modelo.arquitetura"
+    where = shown("model", "architecture")
     if not Path(folder).is_dir():
         raise SourceError(
             t(pt=f"{folder} não é uma pasta", en=f"{folder} is not a folder"),

@@ -12,6 +12,7 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
+from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import SourceError, t
 from ..kinds import Kind
@@ -216,10 +217,14 @@ def _folder_component(source: Source, name: str, sub: str, config: dict[str, Any
 
 # -- a VAE of its own
 
+_LATENTS = {Kind.SD1: "sd", Kind.SD2: "sd", Kind.SDXL: "sdxl"}
+_SCALING = {"sd": 0.18215, "sdxl": 0.13025}
+"""What the released VAEs' configs say: 1 / standard deviation of their latents."""
+
 
 def open_vae(text: str, release: str) -> Component:
     """The VAE of `modelo.vae`: a VAE file (ldm or diffusers names), a VAE folder, or that of a whole checkpoint."""
-    what = "modelo.vae"
+    what = shown("model", "vae")
     source = open_source(text, what)
     kind = source.looks_like()
     if kind not in (Kind.VAE, Kind.SD1, Kind.SD2, Kind.SDXL):
@@ -237,6 +242,7 @@ def open_vae(text: str, release: str) -> Component:
             ),
             what,
         )
+    _check_latent_space(source, kind, release)
     if source.kind == "folder":
         sub = "vae" if source.config("vae") else ""
         return _folder_component(source, "vae", sub, source.config(sub) or {})
@@ -248,3 +254,32 @@ def open_vae(text: str, release: str) -> Component:
         return Component("vae", config, build_vae, weights, locate, what)
     config = architecture.derive_diffusers_vae(source.header, standard, what)
     return Component("vae", config, build_vae, weights, single_file.locate_diffusers_vae(), what)
+
+
+def _check_latent_space(source: Source, kind: Kind, release: str) -> None:
+    """Refuse a VAE that says it belongs to another family: the shapes are the same, the latents are not."""
+    theirs = _LATENTS.get(kind)
+    marked = source.metadata.get("modelspec.architecture", "")
+    if kind is Kind.VAE and marked.startswith("stable-diffusion-"):
+        theirs = "sdxl" if marked.startswith("stable-diffusion-xl") else "sd" if marked[17:19] in ("v1", "v2") else None
+    if source.kind == "folder":
+        config = source.config("vae") or source.config("") or {}
+        factor = float(config.get("scaling_factor") or 0.0)
+        theirs = theirs or next((name for name, known in _SCALING.items() if abs(factor - known) < 1e-4), None)
+    ours = "sdxl" if release == "sdxl" else "sd"
+    if theirs in (None, ours):
+        return
+    titles = {"sd": "Stable Diffusion 1.x/2.x", "sdxl": "SDXL"}
+    raise SourceError(
+        t(
+            pt=f"{source.title()} traz o VAE de {titles[theirs]}, e o modelo base é {titles[ours]}: as formas são iguais, "
+            "mas os latentes não, e o treino daria errado sem aviso",
+            en=f"{source.title()} brings the VAE of {titles[theirs]}, and the base is {titles[ours]}: the shapes are the "
+            "same but the latents are not, and training would go wrong without a word",
+        ),
+        t(
+            pt="dê um VAE da família do modelo base, ou retire a chave para usar o do próprio modelo base",
+            en="give a VAE of the base's family, or remove the key to use the base's own",
+        ),
+        source.what,
+    )

@@ -21,11 +21,11 @@ from typing import Any
 import transformers.utils.logging
 from transformers import BatchEncoding, CLIPTokenizer
 
+from ..config.names import shown
 from ..demo.tokenizer import vocabulary
 from ..errors import SourceError, t
 from ..sources import Source, hub_errors
 
-WHAT = "modelo.tokenizador"
 BPE_FILE = "bpe_simple_vocab_16e6.txt.gz"
 PACKAGES = ("clip", "open_clip")
 MERGES = slice(1, 49152 - 256 - 2 + 1)
@@ -95,7 +95,7 @@ def _vocabulary_folder(folder: Path, sub: str) -> Path:
             pt="dê a pasta `tokenizer` de um Stable Diffusion no formato diffusers",
             en="give the `tokenizer` folder of a Stable Diffusion in diffusers' layout",
         ),
-        WHAT,
+        shown("model", "tokenizer"),
     )
 
 
@@ -148,7 +148,7 @@ def _downloaded_if_no_package() -> tuple[Path, Path] | None:
                 "`tokenizer` folder of "
                 "any Stable Diffusion) in a folder and name it in model.tokenizer",
             ),
-            WHAT,
+            shown("model", "tokenizer"),
         ) from error
     return vocab, merges
 
@@ -199,7 +199,7 @@ def _unusable(folder: Path, cause: str) -> SourceError:
     return SourceError(
         t(pt=f"o tokenizador em {folder} não serve: {cause}", en=f"the tokenizer in {folder} is unusable: {cause}"),
         t(pt="baixe vocab.json e merges.txt de novo", en="download vocab.json and merges.txt again"),
-        WHAT,
+        shown("model", "tokenizer"),
     )
 
 

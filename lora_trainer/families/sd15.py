@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import ConfigError, t
 from ..kinds import Kind
@@ -191,7 +192,7 @@ def _check_clip_skip(clip_skip: int, release: str, layers: int) -> None:
         raise ConfigError(
             t(pt=f"pular_clip: {clip_skip}, mas {reason}", en=f"clip_skip: {clip_skip}, but {reason}"),
             t(pt="retire a chave", en="remove the key"),
-            "modelo.pular_clip",
+            shown("model", "clip_skip"),
         )
 
 

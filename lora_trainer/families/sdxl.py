@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import ConfigError, t
 from ..kinds import Kind
@@ -68,7 +69,7 @@ class SDXL(DiffusionFamily):
                     en=f"clip_skip: {settings.clip_skip}, but SDXL always uses the penultimate layer",
                 ),
                 t(pt="retire a chave", en="remove the key"),
-                "modelo.pular_clip",
+                shown("model", "clip_skip"),
             )
         networks = open_networks(source, settings, "sdxl")
         chunks = []

@@ -2,6 +2,7 @@
 
 import errno
 import signal
+import time
 
 import pytest
 from recipe import events, kill_after_step, make, run, start
@@ -97,7 +98,7 @@ def test_every_optimizer_resumes_bit_for_bit(tmp_path, optimizer):
     assert final(tmp_path)[-100_000:] == with_name[-100_000:]
 
 
-def test_full_disk_keeps_the_last_good_state(tmp_path, straight, monkeypatch, capsys):
+def test_full_disk_for_the_state_does_not_cost_the_lora(tmp_path, straight, monkeypatch, capsys):
     config, expected = straight
     save_file, calls = checkpoint.save_file, []
 
@@ -108,14 +109,12 @@ def test_full_disk_keeps_the_last_good_state(tmp_path, straight, monkeypatch, ca
             raise OSError(errno.ENOSPC, "No space left on device")
         save_file(tensors, path)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", full)
-        assert run(config) == 2
-    assert "libere espaço" in capsys.readouterr().err
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    assert run(config) == 0
+    assert final(tmp_path) == expected
+    assert "libere espaço" in capsys.readouterr().out
     states = sorted(path.name for path in (tmp_path / "saida/lora/estado").iterdir() if path.is_dir())
     assert states == ["passo-00000002"]
-    assert run(config, "--retomar") == 0
-    assert final(tmp_path) == expected
 
 
 def test_damaged_state_falls_back_to_the_one_before(tmp_path, straight):
@@ -128,8 +127,71 @@ def test_damaged_state_falls_back_to_the_one_before(tmp_path, straight):
     assert final(tmp_path) == expected
 
 
-def test_other_rank_is_refused_on_resume(tmp_path, straight, capsys):
+@pytest.mark.parametrize(
+    "change", ["modelo.classificacao_lora=8", "modelo.alfa_lora=32", "modelo.rslora=sim", "treino.otimizador=lion8bit",
+               "treino.razao_lora_plus=4", "modelo.tipo_predicao=v"]
+)  # fmt: skip
+def test_another_model_is_refused_on_resume(tmp_path, straight, capsys, change):
     config, _ = straight
     assert run(config, "treino.passos_maximos=2") == 0
-    assert run(config, "--retomar", "modelo.classificacao_lora=8") == 2
-    assert "mesmo rank" in capsys.readouterr().err
+    (tmp_path / "saida/lora/estado/concluido.json").unlink()
+    assert run(config, "--retomar", change) == 2
+    err = capsys.readouterr().err
+    assert change.partition("=")[0] in err
+    assert "não dá para retomar" in err
+
+
+def test_other_changes_are_told_on_resume(tmp_path, straight, capsys):
+    config, _ = straight
+    assert run(config, "treino.passos_maximos=2") == 0
+    capsys.readouterr()
+    assert run(config, "--retomar", "treino.tamanho_lote=1", "treino.decaimento_pesos=0.5") == 0
+    out = capsys.readouterr().out
+    assert "mudou desde o estado salvo: treino.tamanho_lote: 2 → 1" in out
+    assert "treino.decaimento_pesos: 0.01 → 0.5" in out
+
+
+def test_a_start_that_fails_leaves_the_finished_run_in_place(tmp_path, straight):
+    config, expected = straight
+    assert run(config) == 0
+    assert run(config, "modelo.modelo_base=fotos/0.png") == 2
+    assert final(tmp_path) == expected
+    assert run(config, "modelo.alvos_lora=zz") == 2  # found once the model is loaded
+    assert run(config) == 0
+    assert final(tmp_path) == expected
+
+
+@pytest.mark.parametrize("seconds", [0.2, 1.0, 2.0, 3.0, 4.0])
+def test_a_signal_at_any_time_ends_with_130_and_nothing_lost(tmp_path, straight, seconds):
+    config, expected = straight
+    process = start(config)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate()
+    assert process.returncode in (0, 130, -signal.SIGTERM), out
+    assert "Traceback" not in out
+    assert run(config, "--retomar") == 0
+    assert final(tmp_path) == expected
+
+
+def test_full_disk_for_an_intermediate_file_or_the_plot_does_not_end_the_run(tmp_path, straight, monkeypatch, capsys):
+    from lora_trainer import outputs
+    from lora_trainer.errors import MachineError
+
+    config, expected = straight
+    save = outputs.save_adapter
+
+    def full(adapter, family, path, *rest):
+        if "-passo" in path.name:
+            raise MachineError("o disco está cheio")
+        return save(adapter, family, path, *rest)
+
+    def no_plot(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(outputs, "save_adapter", full)
+    monkeypatch.setattr(outputs, "plot_metrics", no_plot)
+    assert run(config) == 0
+    assert final(tmp_path) == expected
+    assert len(events(tmp_path / "saida/lora", "not_saved")) == 3
+    assert "gráfico da perda não foi gravado" in capsys.readouterr().out

@@ -1,5 +1,7 @@
 """States appear whole, the newest good one is found, and nothing in them is executed."""
 
+import hashlib
+import json
 import pickle
 
 import pytest
@@ -41,15 +43,27 @@ def test_saving_the_same_step_again_replaces_it(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["adapter.safetensors", "optimizer.pt", "state.json"])
-@pytest.mark.parametrize("content", [b"", b"\0" * 4096, None])
+@pytest.mark.parametrize("content", [b"", b"\0" * 4096, None, "flip"])
 def test_damaged_state_is_passed_over(tmp_path, name, content):
     save_state(tmp_path, state(1))
     newest = save_state(tmp_path, state(2))
     if content is None:
         (newest / name).unlink()
+    elif content == "flip":
+        data = bytearray((newest / name).read_bytes())
+        data[-2] ^= 1
+        (newest / name).write_bytes(data)
     else:
         (newest / name).write_bytes(content)
+    (tmp_path / "passo-00000009 (copia)").mkdir()
     assert load_state(tmp_path).step == 1
+
+
+def test_states_of_which_none_reads_are_an_error(tmp_path):
+    newest = save_state(tmp_path, state(2))
+    (newest / "optimizer.pt").write_bytes(b"x")
+    with pytest.raises(UserError, match="passo-00000002"):
+        load_state(tmp_path)
 
 
 def test_a_pickle_is_not_executed(tmp_path):
@@ -59,7 +73,11 @@ def test_a_pickle_is_not_executed(tmp_path):
 
     folder = save_state(tmp_path, state(1))
     (folder / "optimizer.pt").write_bytes(pickle.dumps(Bomb()))
-    assert load_state(tmp_path) is None
+    described = json.loads((folder / "state.json").read_text())
+    described["sha256"]["optimizer.pt"] = hashlib.sha256((folder / "optimizer.pt").read_bytes()).hexdigest()
+    (folder / "state.json").write_text(json.dumps(described))
+    with pytest.raises(UserError, match="nenhum dos estados"):
+        load_state(tmp_path)
     assert not (tmp_path / "executado").exists()
 
 

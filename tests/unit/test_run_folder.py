@@ -9,7 +9,7 @@ import pytest
 
 from lora_trainer.errors import ConfigError, MachineError
 from lora_trainer.progress import Metrics, write_json
-from lora_trainer.run_folder import Lock, RunFolder, keep_last, prepare
+from lora_trainer.run_folder import Lock, RunFolder, check, claim, keep_last
 
 
 @pytest.fixture
@@ -18,8 +18,9 @@ def folder(tmp_path):
 
 
 def begin(folder, *, finished=False):
-    prepare(folder, resume=False, restart=False)
+    claim(folder, resume=False)
     write_json(folder.facts, {"seed": 1})
+    (folder.state / "passo-00000002").mkdir()
     if finished:
         write_json(folder.done, {})
 
@@ -27,11 +28,31 @@ def begin(folder, *, finished=False):
 def test_unfinished_run_needs_the_users_word(folder):
     begin(folder)
     with pytest.raises(ConfigError, match="não terminada") as caught:
-        prepare(folder, resume=False, restart=False)
+        check(folder, resume=False, restart=False)
     assert "--retomar" in caught.value.hint
-    assert prepare(folder, resume=True, restart=False) == ""
-    assert "antigo-1" in prepare(folder, resume=False, restart=True)
-    assert not folder.begun
+    check(folder, resume=True, restart=False)
+    assert claim(folder, resume=True) == ""
+    assert folder.read_facts() == {"seed": 1}
+    check(folder, resume=False, restart=True)
+    assert "antigo-1" in claim(folder, resume=False)
+    assert not folder.worth_keeping
+
+
+def test_a_failed_start_is_no_run(folder):
+    claim(folder, resume=False)
+    write_json(folder.facts, {"seed": 1})
+    folder.metrics.write_text('{"event": "stopped"}\n')
+    check(folder, resume=False, restart=False)
+    assert claim(folder, resume=False) == ""
+    assert not folder.metrics.exists()
+    assert [path.name for path in folder.path.parent.iterdir()] == ["meu [lora]"]
+
+
+@pytest.mark.parametrize("content", ["", "half", "[1]"])
+def test_damaged_facts_count_as_none(folder, content):
+    claim(folder, resume=False)
+    folder.facts.write_text(content)
+    assert folder.read_facts() == {}
 
 
 def test_finished_runs_are_moved_aside_one_by_one(folder):
@@ -95,7 +116,9 @@ def test_intermediate_files_are_found_by_exact_name_and_pruned(folder):
 def test_metrics_drop_a_line_cut_by_a_killed_process(tmp_path):
     path = tmp_path / "metricas.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')
-    metrics = Metrics(path)
+    metrics = Metrics()
+    metrics.event("lost", reason="before the folder is ours")
+    metrics.open(path)
     metrics.event("resumed", step=1)
     metrics.close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == [

@@ -1,0 +1,46 @@
+"""Which layers a file format can carry: asked of diffusers' own key conversion, so that nothing is guessed.
+
+The kohya layout writes `.` as `_`, and readers guess the dots back. diffusers guesses wrong for some layers outside
+the blocks (SDXL's `add_embedding`), whose weights it then drops with a warning. The diffusers layout keeps the dots.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from diffusers.loaders import StableDiffusionLoraLoaderMixin, StableDiffusionXLLoraLoaderMixin
+from diffusers.utils import logging as diffusers_logging
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from .diffusers import unpack
+from .kohya import module_name
+
+
+def reader_for(prefixes: Mapping[str, str]) -> Any:
+    """diffusers' pipeline loader for the parts that a family's LoRA may have."""
+    return StableDiffusionXLLoraLoaderMixin if "text_encoder_2" in prefixes else StableDiffusionLoraLoaderMixin
+
+
+def unreadable(paths: Sequence[str], prefixes: Mapping[str, str], formats: Collection[str], config: Any) -> list[str]:
+    """The `paths` that diffusers would not find again in a file of these formats; `config` is the UNet's."""
+    if "kohya" not in formats or not paths:
+        return []
+    with unset_fake_temporarily(), torch.device("cpu"):
+        one = torch.ones(1, 1)
+        tensors = {
+            f"{module_name(path, prefixes)}.{role}.weight": one for path in paths for role in ("lora_down", "lora_up")
+        }
+        state = _convert(reader_for(prefixes), tensors, config)
+    found, _ = unpack(state, paths, {})
+    names = [module_name(path, prefixes) for path in paths]
+    return [path for path, name in zip(paths, names, strict=True) if path not in found or names.count(name) > 1]
+
+
+def _convert(reader: Any, tensors: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+    level = diffusers_logging.get_verbosity()
+    diffusers_logging.set_verbosity_error()
+    try:
+        state, _alphas = reader.lora_state_dict(tensors, unet_config=config)
+    finally:
+        diffusers_logging.set_verbosity(level)
+    return dict(state)
