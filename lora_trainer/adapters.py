@@ -11,7 +11,7 @@ import difflib
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,15 +21,21 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from .config.names import shown
 from .config.schema import ModelConfig
 from .errors import ConfigError, SourceError, t
-from .export import Lora, LoraModule, differences, read_lora
+from .export import Lora, LoraFile, LoraModule, differences, read_lora, read_tensors
+from .export.readers import unreadable
 
 if TYPE_CHECKING:
     from .families._base import Family
 
 NAME = "default"
 """peft's name for our one adapter. It appears in no file."""
+_MOST_ZERO = 0.05
+"""Share of all-zero matrices in a part beyond which a base is refused; trained networks have none."""
+_NOTHING = 1e-30
+"""Zero, as packed weights come back."""
 
 
 class Adapter:
@@ -98,6 +104,10 @@ class Adapter:
     def is_finite(self) -> bool:
         return all(bool(p.isfinite().all()) for p in self.named_parameters().values())
 
+    def is_untrained(self) -> bool:
+        """Every B is zero, as at the start: the model answers as the base does."""
+        return not any(bool(layer.lora_B[NAME].weight.any()) for layer in self.layers.values())
+
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Inside, the model answers as the base does."""
@@ -136,8 +146,12 @@ class Adapter:
 
     def load_file(self, path: Path) -> None:
         """Start from a LoRA file, kohya or diffusers, of any float type; it must fit this adapter exactly."""
+        self.load_state_dict(self.state_of(self.read_fitting(path).lora))
+
+    def read_fitting(self, path: Path) -> LoraFile:
+        """The file, whole, finite and of this adapter's modules, ranks and kind. Looks at shapes: works on meta too."""
         file = read_lora(path, list(self.layers), self.family.export_prefixes(), self.layers_per_block)
-        if lines := differences(file, self.export()):
+        if lines := differences(file, self._shapes()):
             origin = file.metadata.get("modelspec.architecture") or file.metadata.get("ss_base_model_version")
             known = t(pt=f"; o arquivo diz ser de `{origin}`", en=f"; the file is for `{origin}`") if origin else ""
             raise SourceError(
@@ -152,13 +166,30 @@ class Adapter:
                 ),
                 str(path),
             )
-        self.load_state_dict(self.state_of(file.lora))
+        return file
+
+    def _shapes(self) -> Lora:
+        """The adapter's own tensors, wherever they are, for comparing shapes."""
+        return {
+            path: LoraModule(
+                layer.lora_A[NAME].weight,
+                layer.lora_B[NAME].weight,
+                float(layer.scaling[NAME]),
+                layer.lora_magnitude_vector[NAME].weight if NAME in layer.lora_magnitude_vector else None,
+            )
+            for path, layer in self.layers.items()
+        }
 
 
-def inject(model: nn.ModuleDict, family: "Family", settings: ModelConfig, seed: int) -> Adapter:
-    """Freeze the model and put fresh adapters (B = 0) on the layers that `settings` names."""
+def inject(
+    model: nn.ModuleDict, family: "Family", settings: ModelConfig, seed: int, formats: Collection[str] = ("kohya",)
+) -> Adapter:
+    """Freeze the model and put fresh adapters (B = 0) on the layers that `settings` names.
+
+    `formats` are the files to be written: layers that their readers would not find again are refused.
+    """
     model.requires_grad_(False)
-    paths = find_targets(model, family, settings)
+    paths = find_targets(model, family, settings, formats)
     with torch.random.fork_rng(devices=[]):  # peft draws matrices of its own, which are replaced below
         inject_adapter_in_model(_peft_config(model, paths, settings), model, adapter_name=NAME)
     modules = dict(model.named_modules())
@@ -171,7 +202,9 @@ def inject(model: nn.ModuleDict, family: "Family", settings: ModelConfig, seed: 
     return Adapter(layers, family, per_block if isinstance(per_block, int) else 2)
 
 
-def find_targets(model: nn.ModuleDict, family: "Family", settings: ModelConfig) -> list[str]:
+def find_targets(
+    model: nn.ModuleDict, family: "Family", settings: ModelConfig, formats: Collection[str] = ("kohya",)
+) -> list[str]:
     """Paths of the linear and convolution layers to adapt, in the model's order."""
     layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
     text = [name for name in layers if name.startswith("text_encoder")]
@@ -189,7 +222,105 @@ def find_targets(model: nn.ModuleDict, family: "Family", settings: ModelConfig) 
         adapted = [name for name in text if pattern.fullmatch(name)]
         assert adapted, "train_text_encoder needs the text encoders in the model"
         chosen += adapted
+    config = getattr(model["unet"], "config", None) if "unet" in model else None
+    if lost := unreadable(chosen, family.export_prefixes(), formats, config):
+        raise _not_carried(settings.lora_targets, lost)
     return chosen
+
+
+def check_targets(family: "Family", settings: ModelConfig, formats: Collection[str] = ("kohya",)) -> None:
+    """Before anything is loaded: lora_targets finds layers that the files can carry, and initial_lora fits them."""
+    if settings.initial_lora:
+        check_initial_file(Path(settings.initial_lora), family, settings, formats)
+    else:
+        find_targets(_skeleton(family, settings), family, settings, formats)
+
+
+def check_initial_file(
+    path: Path, family: "Family", settings: ModelConfig, formats: Collection[str] = ("kohya",)
+) -> None:
+    """Before anything is loaded: `path` is whole and finite, and fits the adapter that `settings` describes."""
+    read_tensors(path)  # what is wrong with the file itself is told first
+    inject(_skeleton(family, settings), family, settings, 0, formats).read_fitting(path)
+
+
+def _skeleton(family: "Family", settings: ModelConfig) -> nn.ModuleDict:
+    return family.load_model(torch.device("meta"), torch.float16, with_text=settings.train_text_encoder)
+
+
+@torch.no_grad()
+def check_base(model: nn.ModuleDict) -> list[str]:
+    """Notices on a base just loaded; SourceError if it holds NaN or infinity, or if much of it is zeros.
+
+    A download whose space was reserved but not filled reads as a whole file. Call it before the blocks are wrapped.
+    """
+    notices = []
+    for part, module in model.items():
+        kinds = {name: isinstance(layer, (nn.Linear, nn.Conv2d)) for name, layer in module.named_modules()}
+        extremes = {name: _extremes(weight) for name, weight in _base_weights(module)}
+        bad = [name for name, (low, high) in extremes.items() if not math.isfinite(low) or not math.isfinite(high)]
+        if bad:
+            raise _unusable_base(
+                t(
+                    pt=f"{part}: {len(bad)} de {len(extremes)} tensores têm NaN ou infinito ({bad[0]}, …)",
+                    en=f"{part}: {len(bad)} of {len(extremes)} tensors hold NaN or infinity ({bad[0]}, …)",
+                )
+            )
+        weights = [name for name in extremes if name.endswith("weight") and kinds[name.rpartition(".")[0]]]
+        zero = [name for name in weights if max(map(abs, extremes[name])) < _NOTHING]
+        told = t(
+            pt=f"{part}: {len(zero)} de {len(weights)} matrizes de pesos só têm zeros ({', '.join(zero[:1])}, …)",
+            en=f"{part}: {len(zero)} of {len(weights)} weight matrices hold nothing but zeros ({', '.join(zero[:1])}, …)",
+        )
+        if len(zero) > _MOST_ZERO * len(weights):
+            raise _unusable_base(told)
+        notices += [told] if zero else []
+    return notices
+
+
+def _base_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Floating weights by name, packed ones unpacked one at a time when looked at; not the adapters' own."""
+    for name, layer in module.named_modules():
+        if ".lora_" in f".{name}":
+            continue
+        own = {key: value for key, value in layer._parameters.items() if value is not None}
+        if isinstance(layer, (nn.Linear, nn.Conv2d)):
+            own["weight"] = layer.weight  # of a packed layer, a property
+        yield from ((f"{name}.{key}", value) for key, value in own.items() if value.is_floating_point())
+
+
+def _extremes(weight: Tensor) -> tuple[float, float]:
+    """Smallest and largest value, NaN if there is one: one pass, no copy."""
+    if not weight.numel():
+        return 0.0, 0.0
+    low, high = torch.aminmax(weight.detach())
+    return float(low), float(high)
+
+
+def _unusable_base(cause: str) -> SourceError:
+    return SourceError(
+        t(pt=f"os pesos do modelo base não servem: {cause}", en=f"the base model's weights are unusable: {cause}"),
+        t(
+            pt="o download deve ter sido interrompido ou alterado: baixe o modelo de novo e confira o hash",
+            en="the download was probably cut short or altered: download the model again and check its hash",
+        ),
+        shown("model", "base_model"),
+    )
+
+
+def _not_carried(text: str, lost: list[str]) -> ConfigError:
+    listed = "".join(f"\n    {path}" for path in lost[:8]) + ("\n    …" if len(lost) > 8 else "")
+    return ConfigError(
+        t(
+            pt=f"`{text}` pega {len(lost)} camadas que o diffusers não acha num arquivo kohya:{listed}",
+            en=f"`{text}` matches {len(lost)} layers that diffusers does not find in a kohya file:{listed}",
+        ),
+        t(
+            pt="restrinja a expressão (por exemplo, `_block`), ou use saida.formatos: [diffusers]",
+            en="narrow the expression (for example, `_block`), or set output.formats: [diffusers]",
+        ),
+        shown("model", "lora_targets"),
+    )
 
 
 def _user_pattern(text: str, family: "Family") -> re.Pattern[str]:
@@ -206,7 +337,7 @@ def _user_pattern(text: str, family: "Family") -> re.Pattern[str]:
                 pt=f"use um destes: {presets}; ou uma expressão como `attn2.*to_[qkv]$`",
                 en=f"use one of: {presets}; or an expression such as `attn2.*to_[qkv]$`",
             ),
-            "modelo.alvos_lora",
+            shown("model", "lora_targets"),
         ) from error
 
 
@@ -222,7 +353,7 @@ def _no_match(text: str, names: list[str], family: "Family") -> ConfigError:
             pt=f"conjuntos prontos: {presets}. Camadas parecidas (N = número):{listed}",
             en=f"ready sets: {presets}. Similar layers (N = a number):{listed}",
         ),
-        "modelo.alvos_lora",
+        shown("model", "lora_targets"),
     )
 
 

@@ -59,7 +59,11 @@ def _train(arguments: argparse.Namespace) -> None:
     with stop_on_signals() as stop:  # from here on, since loading the libraries takes seconds
         from .run import train
 
-        train(loaded, stop, resume=arguments.resume, restart=arguments.restart)
+        try:
+            train(loaded, stop, resume=arguments.resume, restart=arguments.restart)
+        except UserError as error:
+            error.where = loaded.located(error.where)
+            raise
 
 
 def _presets(arguments: argparse.Namespace) -> None:
@@ -109,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         reconfigure: Any = getattr(stream, "reconfigure", None)
         if reconfigure:  # absent where a notebook replaced the stream
-            reconfigure(encoding="utf-8", errors="replace")
+            reconfigure(encoding="utf-8", errors="backslashreplace")
     words = list(sys.argv[1:] if argv is None else argv)
     set_language(_early_language(words))
     arguments = argparse.Namespace(debug="--debug" in words or "--depurar" in words, log=None)

@@ -95,17 +95,15 @@ def resolve_name(settings: TrainingConfig) -> str:
 def param_groups(named: Mapping[str, nn.Parameter], settings: TrainingConfig) -> Groups:
     """Adapter parameters by path (`unet.….lora_A.weight`) -> groups with `name`, `lr`, and `base_lr` for schedules.
 
-    `optimizer` is there for load_state: it travels with the state. Text encoders have their own rate. LoRA+ (Hayou et al. 2024) gives the B matrices `lora_plus_ratio` times the rate.
+    Text encoders have their own rate. LoRA+ (Hayou et al. 2024) gives the B matrices `lora_plus_ratio` times the rate.
     """
     groups: dict[str, dict[str, Any]] = {}
-    optimizer = resolve_name(settings)
     for path, parameter in named.items():
         part = path.partition(".")[0]
         rate, label = _part_rate(part, settings), part
         if settings.lora_plus_ratio != 1 and ".lora_B." in path:
             rate, label = rate * settings.lora_plus_ratio, f"{part}.lora_B"
-        fresh = {"params": [], "name": label, "optimizer": optimizer, "lr": rate, "base_lr": rate}
-        group = groups.setdefault(label, fresh)
+        group = groups.setdefault(label, {"params": [], "name": label, "lr": rate, "base_lr": rate})
         group["params"].append(parameter)
     return list(groups.values())
 
@@ -120,7 +118,10 @@ def _part_rate(part: str, settings: TrainingConfig) -> float:
 
 
 def build_optimizer(groups: Groups, settings: TrainingConfig) -> torch.optim.Optimizer:
-    """Raises ConfigError for arguments the optimizer does not know, MachineError when its package is not usable."""
+    """Raises ConfigError for arguments the optimizer does not know, MachineError when its package is not usable.
+
+    Each group is marked with the optimizer's name, which travels with the state to load_state.
+    """
     name = resolve_name(settings)
     cls = _import(name)
     arguments = _arguments(name, cls, settings)
@@ -133,6 +134,8 @@ def build_optimizer(groups: Groups, settings: TrainingConfig) -> torch.optim.Opt
             t(pt=f"valores: {arguments}", en=f"values: {arguments}"),
             where=_key("argumentos_otimizador", "optimizer_args"),
         ) from error
+    for group in optimizer.param_groups:
+        group["optimizer"] = name
     return optimizer
 
 
@@ -301,8 +304,9 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], setti
     ConfigError, before anything is changed, if the state is of another optimizer or of other groups of parameters.
     """
     fresh = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
-    before = saved["param_groups"]
-    _refuse_other_optimizer(before, settings)
+    before, name = saved["param_groups"], fresh[0]["optimizer"]
+    settings = settings.model_copy(update={"optimizer": name})  # a memory technique may have made it the 8-bit one
+    _refuse_other_optimizer(before, name)
     _refuse_other_groups(before, optimizer.param_groups)
     _refuse_missing_state(optimizer, saved, settings)
     merged = [
@@ -313,8 +317,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], setti
     _move_training_point(optimizer, [group.get("betas") for group in before])
 
 
-def _refuse_other_optimizer(before: Groups, settings: TrainingConfig) -> None:
-    ours = resolve_name(settings)
+def _refuse_other_optimizer(before: Groups, ours: str) -> None:
     theirs = str(before[0].get("optimizer", "?")) if before else ours
     if _SAME_STATE.get(ours, ours) == _SAME_STATE.get(theirs, theirs):
         return
@@ -350,9 +353,7 @@ def _refuse_other_groups(before: Groups, groups: Groups) -> None:
     )
 
 
-def _refuse_missing_state(
-    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], settings: TrainingConfig
-) -> None:
+def _refuse_missing_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], settings: TrainingConfig) -> None:
     """Arguments such as amsgrad ask for state that a run without them never kept; one step of a twin tells which."""
     for old, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         kinds = {
@@ -391,8 +392,8 @@ def _other_arguments(name: str, missing: list[str]) -> ConfigError:
 
 def _move_training_point(optimizer: torch.optim.Optimizer, old_betas: list[Any]) -> None:
     """Where schedule-free trains depends on beta1: under another one, the same average has another training point."""
-    new_betas = [group.get("betas") for group in optimizer.param_groups]
-    if not hasattr(optimizer, "eval") or [tuple(b)[0] for b in old_betas] == [tuple(b)[0] for b in new_betas]:
+    new_betas: list[Any] = [group.get("betas") for group in optimizer.param_groups]
+    if not hasattr(optimizer, "eval") or all(a[0] == b[0] for a, b in zip(old_betas, new_betas, strict=True)):
         return
     for group, betas in zip(optimizer.param_groups, old_betas, strict=True):
         group["betas"] = betas

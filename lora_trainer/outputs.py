@@ -1,5 +1,6 @@
 """The files a run leaves for its user: adapters with their metadata, checked by the consumer's loader, and the plot."""
 
+import logging
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from .export.write import save_adapter
 from .plot import plot_metrics
 from .progress import Terminal
 from .run_folder import RunFolder, keep_last
+
+log = logging.getLogger(__name__)
 
 
 class Outputs:
@@ -35,6 +38,8 @@ class Outputs:
             paths.append(save_adapter(self.adapter, self.family, path, format_, output.precision, metadata))
             keep_last(self.folder.intermediate(format_), output.keep_last)
         self.written = paths
+        if self.adapter.is_untrained():
+            log.warning(_no_effect(step))
         return paths
 
     def finish(self, model: nn.ModuleDict, step: int) -> list[str]:
@@ -93,4 +98,13 @@ def _line(checked: Verification, step: int, total: int) -> str:
         f"saída difere {checked.output_difference:.1e} da do treino e {checked.effect:.1e} da base{note}",
         en=f"done: {checked.path}: {step}/{total} steps, {checked.num_modules} modules, reloaded by {checked.reader}: "
         f"output differs {checked.output_difference:.1e} from the trainer's and {checked.effect:.1e} from the base's{note}",
+    )
+
+
+def _no_effect(step: int) -> str:
+    return t(
+        pt=f"no passo {step} o LoRA ainda é nulo (todas as matrizes B são zero): o arquivo não muda nada em nenhum "
+        "programa; confira treino.taxa_aprendizado, treino.aquecimento e se a perda é maior que zero",
+        en=f"at step {step} the LoRA is still null (every B matrix is zero): the file changes nothing in any program; "
+        "check training.learning_rate, training.lr_warmup and that the loss is above zero",
     )

@@ -37,7 +37,7 @@ class Terminal:
 
     def open_log(self, path: Path) -> None:
         early = self.log
-        self.log = open(path, "a", encoding="utf-8")  # noqa: SIM115  (lives as long as the run)
+        self.log = open(path, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115  (lives as long as the run)
         if isinstance(early, io.StringIO):
             self.log.write(early.getvalue())
 

@@ -19,7 +19,7 @@ MAX_SIDE = 16384
 NO = {"nao", "não", "no", "false", "off", "desligado", "falso"}
 
 _DECIMAL_COMMA = re.compile(r"[-+]?\d*,\d+([eE][-+]?\d+)?")
-_NUMERAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?|[-+]?inf", re.IGNORECASE)
+_NUMERAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?|[-+]?inf(inity)?", re.IGNORECASE)
 _WHOLE = re.compile(r"[-+]?[\d_]+")
 
 
@@ -132,6 +132,16 @@ def _resolution(value: Any) -> Any:
     return (width, height)
 
 
+def printable(text: str) -> str:
+    r"""File names are bytes, and Python keeps those that are not UTF-8 as lone surrogates: here `\xe9`, as `ls` says it."""
+    return "".join(_escaped(c) if "\ud800" <= c <= "\udfff" else c for c in text)
+
+
+def _escaped(surrogate: str) -> str:
+    code = ord(surrogate)
+    return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}"
+
+
 def has_escapes(text: str) -> bool:
     r"""True for characters no path has, but that YAML makes of a double-quoted "C:\treino\novo" (\t \n \N \L \P \_)."""
     return any(c == "\xa0" or unicodedata.category(c) in ("Cc", "Zl", "Zp") for c in text)
@@ -149,7 +159,9 @@ def _path(value: Any) -> Any:
 
 
 def _text(value: Any) -> Any:
-    """Text that YAML may have read as a number (`nome: 2024`)."""
+    """Text that YAML may have read as a number (`nome: 2024`). Half characters cannot be written to any file."""
+    if isinstance(value, str) and printable(value) != value:
+        raise PydanticCustomError("surrogate", "text that is not UTF-8")
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from ..errors import ConfigError, set_language, t
 from . import interpolation, messages, names, notices, paths, presets, rules
 from .entries import Entry, Sheet
+from .fields import printable
 from .names import Key
 from .reading import read_arguments, read_file
 from .report import Problem, Source, Where, command_line, report
@@ -186,7 +187,7 @@ def _read_chain(path: Path, label: str, remarks: list[str], seen: tuple[Path, ..
     if notice and notice not in remarks:
         remarks.append(notice)
     lines = tuple(text.splitlines())
-    sheet = read_file(text, Source(str(path), label or path.name, lines, path.absolute().parent))
+    sheet = read_file(text, Source(str(path), label or printable(path.name), lines, path.absolute().parent))
     chain = [*seen, path.resolve()]
     below: list[Sheet] = []
     for written, where in sheet.extends:

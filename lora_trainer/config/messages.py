@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import t
 from . import names
-from .fields import MAX_SIDE
+from .fields import MAX_SIDE, printable
 from .names import Option
 
 
@@ -48,6 +48,8 @@ def _wanted(code: str, option: Option, lang: str) -> str:
         return t(pt=f"lados de no máximo {MAX_SIDE} pixels", en=f"sides of at most {MAX_SIDE} pixels")
     if code == "string_pattern_mismatch":
         return t(pt="auto, cpu, cuda ou cuda:N", en="auto, cpu, cuda or cuda:N")
+    if code == "surrogate":
+        return t(pt="um texto em UTF-8", en="a text in UTF-8")
     if code == "string_too_short":
         return t(pt="um texto não vazio", en="a text that is not empty")
     if option.kind == "share":
@@ -124,5 +126,5 @@ def _length(name: str, context: Mapping[str, Any]) -> str:
 
 
 def _show(value: Any) -> str:
-    text = str(value)
+    text = printable(str(value))
     return f"`{text if len(text) <= 60 else text[:57] + '…'}`"

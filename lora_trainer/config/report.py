@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ErrorReport, t
+from .fields import printable
 
 MAX_LINE_WIDTH = 120
 """Longer source lines are cut around the place in question."""
@@ -85,7 +86,7 @@ def report(problems: Sequence[Problem], title: str) -> ErrorReport:
             pt=f"{count} problemas em {title}; nada foi iniciado.",
             en=f"{count} problems in {title}; nothing was started.",
         )
-    return ErrorReport("\n\n".join([*texts, last]))
+    return ErrorReport(printable("\n\n".join([*texts, last])))
 
 
 def _excerpt(where: Where, prefix: str = "") -> list[str]:

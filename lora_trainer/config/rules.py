@@ -13,6 +13,7 @@ from .. import plugins
 from ..errors import t
 from . import names
 from .entries import Entry
+from .fields import printable
 from .names import Key
 from .report import Problem, Where
 from .schema import Config
@@ -302,13 +303,13 @@ def inside_run_folder(facts: Facts, name: str) -> list[Problem]:
 
 def name_problem(name: str, where: Where | None) -> Problem | None:
     """The output's name becomes a file name on every system the file may travel to."""
-    bad = sorted({c for c in name if c in '<>:"/\\|?*' or ord(c) < 32})
+    bad = sorted({c for c in name if c in '<>:"/\\|?*' or ord(c) < 32 or printable(c) != c})
     hint = t(
         pt="use letras, números, espaço, `-`, `_` e `.` em `saida.nome`",
         en="use letters, numbers, space, `-`, `_` and `.` in `output.name`",
     )
     if bad:
-        shown = " ".join(repr(c)[1:-1] for c in bad)
+        shown, name = " ".join(repr(c)[1:-1] if printable(c) == c else printable(c) for c in bad), printable(name)
         message = t(
             pt=f"o nome `{name}` não serve para um arquivo: tem {shown}",
             en=f"the name `{name}` cannot name a file: it has {shown}",

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from ..config.fields import printable
 from ..errors import t
 from .images import BadImage, ImageFacts, inspect, too_large
 from .index import FileIndex, Row
-from .text import printable
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
 
+from ..config.fields import printable
 from ..config.names import shown
 from ..config.schema import DataConfig
 from ..errors import ConfigError, DataError, t
@@ -20,7 +21,6 @@ from .images import background_colour
 from .index import FileIndex
 from .notes import Notes, naming
 from .scan import ImageItem, Scanner
-from .text import printable
 from .variants import stable_hash
 
 MUCH_CROPPED = 0.30

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ..config.fields import printable
 from ..errors import t
-from .text import decode, printable
+from .text import decode
 from .walk import nfc
 
 NAMES = ("metadata.jsonl", "metadata.csv")

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..config.fields import printable
 from ..config.names import shown
 from ..config.schema import DataConfig
 from ..errors import DataError, t
@@ -19,7 +20,6 @@ from .images import ImageFacts
 from .index import FileIndex
 from .masks import Mask, mask_paths, shape_problem
 from .notes import Notes, counted, listing, naming
-from .text import printable
 from .variants import stable_hash
 from .walk import Found, folder_repeats, large_number, nfc, readable_suffixes, walk
 

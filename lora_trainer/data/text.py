@@ -30,16 +30,6 @@ def decode(data: bytes) -> Decoded:
         return Decoded(_lines(data.decode("latin-1")), "cp1252")
 
 
-def printable(text: str) -> str:
-    r"""File names are bytes, and Python keeps those that are not UTF-8 as lone surrogates: here `\xe9`, as `ls` says it."""
-    return "".join(_escaped(c) if "\ud800" <= c <= "\udfff" else c for c in text)
-
-
-def _escaped(surrogate: str) -> str:
-    code = ord(surrogate)
-    return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}"
-
-
 def decode_name(name: str) -> str:
     """A file name's words: like `decode`, for what an old program wrote in another encoding than UTF-8."""
     return name if name.isascii() else decode(os.fsencode(name)).text

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from PIL import features
 
+from ..config.fields import printable
 from ..errors import t
-from .text import decode_name, printable
+from .text import decode_name
 
 
 def _suffixes(names: str) -> frozenset[str]:

@@ -3,15 +3,18 @@
 Tensors come back in float32 whatever the file holds (fp8 included): a LoRA is never trained in less.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ..config.names import shown
 from ..errors import SourceError, t
 from ..headers import read_header
 from . import diffusers, kohya
@@ -28,12 +31,16 @@ class LoraFile:
     metadata: dict[str, str]
 
 
-def read_tensors(path: Path, what: str = "lora_inicial") -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_tensors(path: Path, what: str = "") -> tuple[dict[str, Tensor], dict[str, str]]:
     """Every tensor as stored, and the metadata. `what` is the option that names the file."""
+    what = what or shown("model", "initial_lora")
     if not path.is_file():
         raise SourceError(t(pt=f"o arquivo {path} não existe", en=f"the file {path} does not exist"), where=what)
     _, metadata = read_header(path, what)
-    return load_file(path), metadata
+    try:
+        return load_file(path), metadata
+    except SafetensorError as error:  # the library is stricter than our header check: gaps, bytes left over
+        raise _damaged(path, error) from error
 
 
 def read_lora(path: Path, paths: list[str], prefixes: Mapping[str, str], layers_per_block: int = 2) -> LoraFile:
@@ -41,11 +48,22 @@ def read_lora(path: Path, paths: list[str], prefixes: Mapping[str, str], layers_
     stored, metadata = read_tensors(path)
     _refuse_other_kinds(stored, path)
     tensors = {key: _as_float32(key, tensor, path) for key, tensor in stored.items()}
-    if any(key.startswith(("lora_unet_", "lora_te")) for key in tensors):
-        lora, strangers = kohya.unpack(tensors, paths, prefixes, layers_per_block)
-    else:
-        lora, strangers = diffusers.unpack(tensors, paths, metadata)
+    try:
+        if any(key.startswith(("lora_unet_", "lora_te")) for key in tensors):
+            lora, strangers = kohya.unpack(tensors, paths, prefixes, layers_per_block)
+        else:
+            lora, strangers = diffusers.unpack(tensors, paths, metadata)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, re.error) as error:
+        raise _damaged(path, error) from error  # tensors or metadata that are not what their names say
     return LoraFile(lora, strangers, metadata)
+
+
+def _damaged(path: Path, error: Exception) -> SourceError:
+    return SourceError(
+        t(pt=f"o arquivo está estragado ({error})", en=f"the file is damaged ({error})"),
+        t(pt="baixe ou grave o arquivo de novo", en="download or save the file again"),
+        str(path),
+    )
 
 
 def differences(file: LoraFile, live: Lora) -> list[str]:
@@ -79,6 +97,13 @@ def differences(file: LoraFile, live: Lora) -> list[str]:
             t(
                 pt=f"{len(shapes)} camadas têm outro tamanho: o arquivo é de outra família de modelo",
                 en=f"{len(shapes)} layers have another size: the file is of another model family",
+            )
+        )
+    if broken := [p for p in common if file.lora[p].up.shape[1:2] != file.lora[p].down.shape[:1]]:
+        lines.append(
+            t(
+                pt=f"{len(broken)} módulos do arquivo têm matrizes que não se multiplicam ({_sample(broken)})",
+                en=f"{len(broken)} modules of the file have matrices that do not multiply ({_sample(broken)})",
             )
         )
     dora = [p for p in common if (file.lora[p].magnitude is None) != (live[p].magnitude is None)]

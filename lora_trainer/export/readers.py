@@ -4,6 +4,7 @@ The kohya layout writes `.` as `_`, and readers guess the dots back. diffusers g
 the blocks (SDXL's `add_embedding`), whose weights it then drops with a warning. The diffusers layout keeps the dots.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -32,8 +33,8 @@ def unreadable(paths: Sequence[str], prefixes: Mapping[str, str], formats: Colle
         }
         state = _convert(reader_for(prefixes), tensors, config)
     found, _ = unpack(state, paths, {})
-    names = [module_name(path, prefixes) for path in paths]
-    return [path for path, name in zip(paths, names, strict=True) if path not in found or names.count(name) > 1]
+    count = Counter(module_name(path, prefixes) for path in paths)
+    return [path for path in paths if path not in found or count[module_name(path, prefixes)] > 1]
 
 
 def _convert(reader: Any, tensors: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """Where adapters go, how they start, what they hold (E03, E06, H06), and starting from a file (G11)."""
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +11,12 @@ from diffusers import UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lora_trainer.adapters import inject
+from lora_trainer.adapters import check_base, check_initial_file, check_targets, find_targets, inject
 from lora_trainer.config.schema import ModelConfig
-from lora_trainer.errors import ConfigError, SourceError
+from lora_trainer.errors import ConfigError, SourceError, set_language
 from lora_trainer.export.write import save_adapter
+from lora_trainer.families._unet import block_groups
+from lora_trainer.memory.quantize_8bit import TECHNIQUE as EightBit
 
 
 def _inject(model=None, seed=0, **settings):
@@ -58,6 +61,33 @@ def test_no_match_shows_layers_with_similar_names():
 def test_broken_expression():
     with pytest.raises(ConfigError, match="expressão regular"):
         _inject(lora_targets="attn(2")
+
+
+def test_layers_that_no_reader_finds_again_are_refused_at_once():
+    with pytest.raises(ConfigError) as error:
+        find_targets(sdxl_model(), MODELS["sdxl"][1], ModelConfig(lora_targets="."))
+    assert "2 camadas" in error.value.problem
+    for name in ("unet.add_embedding.linear_1", "unet.add_embedding.linear_2"):
+        assert name in error.value.problem
+    assert "formatos: [diffusers]" in error.value.hint
+
+
+def test_what_the_hint_of_refused_layers_says_works():
+    family = MODELS["sdxl"][1]
+    everything = find_targets(sdxl_model(), family, ModelConfig(lora_targets="."), ["diffusers"])
+    blocks = find_targets(sdxl_model(), family, ModelConfig(lora_targets="_block"))
+    assert "unet.add_embedding.linear_1" in everything
+    assert set(blocks) < set(everything)
+    assert any("mid_block" in name for name in blocks)
+
+
+@pytest.mark.parametrize("text", [".", "attn(2", r"attn2\.to_query"])
+def test_errors_of_targets_name_the_option_in_the_users_language(text):
+    for language, where in (("pt", "modelo.alvos_lora"), ("en", "model.lora_targets")):
+        set_language(language)
+        with pytest.raises(ConfigError) as error:
+            find_targets(sdxl_model(), MODELS["sdxl"][1], ModelConfig(lora_targets=text))
+        assert error.value.where == where
 
 
 def test_counts():
@@ -209,6 +239,85 @@ def test_state_of_another_adapter_is_refused():
         _inject(lora_targets="all").load_state_dict(_inject().state_dict())
 
 
+def test_untrained_until_a_b_matrix_moves():
+    adapter = _inject()
+    assert adapter.is_untrained()
+    with torch.no_grad():
+        next(p for key, p in adapter.named_parameters().items() if "lora_B" in key)[0, 0] = 1e-9
+    assert not adapter.is_untrained()
+
+
+# -- the base, before training
+
+
+@pytest.mark.parametrize("injected", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_good_base_passes(dtype, injected):
+    model = sdxl_model().to(dtype)
+    if injected:
+        _inject_everywhere(model)
+    assert check_base(model) == []
+
+
+def _inject_everywhere(model):
+    return inject(model, MODELS["sdxl"][1], ModelConfig(lora_targets="all", train_text_encoder=True), 0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["unet.mid_block.resnets.0.conv1.weight", "text_encoder.encoder.layers.0.mlp.fc1.bias"])
+def test_a_base_with_one_wrong_number_is_refused(name, value):
+    model = sdxl_model().to(torch.float16)
+    with torch.no_grad():
+        dict(model.named_parameters())[name].view(-1)[-1] = value
+    _inject_everywhere(model)
+    with pytest.raises(SourceError, match="NaN ou infinito") as error:
+        check_base(model)
+    assert name.partition(".")[0] in error.value.problem
+    assert "baixe o modelo de novo" in error.value.hint
+    assert error.value.where == "modelo.modelo_base"
+
+
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_a_base_that_is_zeros_is_refused(share):
+    model = sdxl_model()
+    weights = [p for p in model["unet"].parameters() if p.ndim > 1]
+    with torch.no_grad():
+        for weight in weights[len(weights) - int(share * len(weights)) :]:
+            weight.zero_()
+    with pytest.raises(SourceError, match="só têm zeros"):
+        check_base(model)
+
+
+def test_a_single_zero_matrix_is_told():
+    model = sdxl_model()
+    with torch.no_grad():
+        model["unet"].conv_out.weight.zero_()
+    (notice,) = check_base(model)
+    assert "1 de 123" in notice
+    assert "conv_out.weight" in notice
+
+
+@pytest.mark.parametrize("damage", ["none", "zero", "nan"])
+def test_packed_weights_are_looked_at_too(damage):
+    real, model = sd15_model(), nn.ModuleDict({"unet": sd15_model()["unet"].to("meta")})
+    EightBit().convert(model, block_groups(model))
+    for name, layer in model.named_modules():
+        source = real.get_submodule(name)
+        for key, value in list(source._parameters.items()):
+            if value is None:
+                continue
+            changed = value.detach() * {"none": 1, "zero": 0, "nan": float("nan")}[damage]
+            if hasattr(layer, "pack_weight") and key == "weight":
+                layer.pack_weight(changed, torch.device("cpu"))
+            else:
+                layer._parameters[key] = nn.Parameter(changed, requires_grad=False)
+    if damage == "none":
+        assert check_base(model) == []
+        return
+    with pytest.raises(SourceError, match={"zero": "só têm zeros", "nan": "NaN"}[damage]):
+        check_base(model)
+
+
 def test_is_finite():
     _, adapter, _ = trained("sd15")
     assert adapter.is_finite()
@@ -292,3 +401,103 @@ def test_initial_lora_that_is_no_lora(tmp_path):
     for name in ("broken.safetensors", "old.pt", "absent.safetensors"):
         with pytest.raises(SourceError):
             _inject().load_file(tmp_path / name)
+
+
+# -- the same, before anything is loaded
+
+
+class Closed:
+    """A family whose weights must not be read: only its skeleton may be asked for."""
+
+    def __init__(self, name):
+        self.build, self.tiny = MODELS[name]
+
+    def __getattr__(self, name):
+        return getattr(self.tiny, name)
+
+    def load_model(self, device, dtype, *, with_text=False, prepare=None):
+        assert device.type == "meta"
+        with torch.device("meta"):
+            model = self.build()
+        return model if with_text else nn.ModuleDict({"unet": model["unet"]})
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("layout", ["kohya", "diffusers"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fitting_initial_file_passes(name, layout, dora, tmp_path):
+    _, adapter, family = trained(name, dora=dora, **SETTINGS)
+    path = save_adapter(adapter, family, tmp_path / "a.safetensors", layout, "fp16", {})
+    check_initial_file(path, Closed(name), ModelConfig(dora=dora, **SETTINGS))
+    check_targets(Closed(name), ModelConfig(dora=dora, initial_lora=path, **SETTINGS))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"lora_rank": 8}, "rank 4 no arquivo, 8"),
+        ({"dora": True}, "sem DoRA no arquivo"),
+        ({"train_text_encoder": False}, "não recebem LoRA aqui"),
+        ({"lora_targets": "attention"}, "não recebem LoRA aqui"),
+    ],
+)
+def test_an_initial_file_that_does_not_fit_is_found_before_loading(changes, told, tmp_path):
+    _, adapter, family = trained("sd15", **SETTINGS)
+    path = save_adapter(adapter, family, tmp_path / "a.safetensors", "kohya", "fp16", family.metadata())
+    with pytest.raises(SourceError) as error:
+        check_initial_file(path, Closed("sd15"), ModelConfig(**SETTINGS | changes))
+    assert told in error.value.problem
+    with pytest.raises(SourceError, match="stable-diffusion-v1"):
+        check_initial_file(path, Closed("sdxl"), ModelConfig(**SETTINGS))
+
+
+DAMAGES = ["pickle", "renamed pickle", "truncated", "left over", "nan", "inf", "alpha", "scalar", "matrices", "config"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_initial_file_is_found_before_loading(damage, tmp_path):
+    _, adapter, family = trained("sd15", **SETTINGS)
+    layout = "diffusers" if damage == "config" else "kohya"
+    path = save_adapter(adapter, family, tmp_path / "a.safetensors", layout, "fp32", {})
+    tensors = {key: tensor.clone() for key, tensor in load_file(path).items()}  # not views of the file
+    raw, metadata = path.read_bytes(), {}
+    key = next(key for key in tensors if "up" in key or "lora_B" in key)
+    if damage == "pickle":
+        path = path.with_suffix(".pt")
+        torch.save(tensors, path)
+    elif damage == "renamed pickle":
+        torch.save(tensors, path)
+    elif damage == "truncated":
+        path.write_bytes(raw[:-100])
+    elif damage == "left over":
+        path.write_bytes(raw + b"x" * 100)
+    else:
+        if damage in ("nan", "inf"):
+            tensors[key].view(-1)[0] = float(damage)
+        elif damage == "alpha":
+            tensors[next(key for key in tensors if key.endswith("alpha"))] = torch.ones(2)
+        elif damage == "scalar":
+            tensors[key.replace("up", "down")] = torch.tensor(1.0)
+        elif damage == "matrices":
+            tensors[key] = tensors[key][:, :2].contiguous()
+        else:
+            metadata = {"lora_adapter_metadata": "{"}
+        save_file(tensors, path, metadata=metadata)
+    with pytest.raises(SourceError):
+        check_initial_file(path, Closed("sd15"), ModelConfig(**SETTINGS))
+
+
+def test_an_absent_initial_file_names_the_option():
+    for language, where in (("pt", "modelo.lora_inicial"), ("en", "model.initial_lora")):
+        set_language(language)
+        with pytest.raises(SourceError) as error:
+            _inject().load_file(Path("absent.safetensors"))
+        assert error.value.where == where
+
+
+def test_targets_are_checked_before_loading():
+    check_targets(Closed("sdxl"), ModelConfig())
+    with pytest.raises(ConfigError, match="add_embedding"):
+        check_targets(Closed("sdxl"), ModelConfig(lora_targets="."))
+    with pytest.raises(ConfigError, match="nenhuma camada"):
+        check_targets(Closed("sdxl"), ModelConfig(lora_targets="to_query"))

@@ -88,7 +88,7 @@ def test_treinar_py_and_dash_m_are_the_same(tmp_path: Path) -> None:
 
 def test_trains_with_settings_before_and_after_flags(config: Path, train_with: Callable[[Train], None]) -> None:
     calls = []
-    train_with(lambda loaded, **flags: calls.append((loaded, flags)))
+    train_with(lambda loaded, stop, **flags: calls.append((loaded, flags)))
     arguments = ["treino.epocas=3", "--config", str(config), "dados.resolution=500", "--retomar", "treino.perda=huber"]
     assert cli.main(arguments) == 0
     assert cli.main(["train", *arguments, "--lang", "en"]) == 0

@@ -1,5 +1,6 @@
 """D07: what the file says is what takes effect, for every key there is, and the dump of it loads to the same config."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from lora_trainer.config import effective, names
 from lora_trainer.config.loading import load
+from lora_trainer.errors import ErrorReport
 
 CHOSEN: dict[str, Any] = {
     "family": "auto",  # which families exist is not this test's business
@@ -27,7 +29,7 @@ CHOSEN: dict[str, Any] = {
     "vram": 6.0,
     "optimizer": "lion8bit",
     "betas": [0.8, 0.9],
-    "optimizer_args": {"a": "1e-4", "b": 1e-4, "c": [1, "${x}"], "d": {"e": None, "f": False}},
+    "optimizer_args": {"a": "texto", "b": 1e-4, "c": [1, "${x}"], "d": {"e": None, "f": False}},
     "train_text_encoder": False,  # contradicts the text cache
     "debiased": False,  # contradicts min-SNR
     "language": "pt",
@@ -39,7 +41,7 @@ CHOSEN: dict[str, Any] = {
     "license": "~",
     "prompts": ["[trigger] na praia", "foto: azul", "2024-01-01"],
     "seed": 2**63 - 1,
-    "measure": "0x1F",
+    "measure": "demo",
 }
 
 
@@ -56,6 +58,8 @@ def other_value(option: names.Option) -> Any:
     if option.kind in names.PATH_KINDS:
         if option.key == ("output", "dir"):
             return "resultado"  # the image folder would be refused
+        if option.name == "regularization_dir":
+            return "classe"  # likewise
         return "arquivo.safetensors" if option.name == "initial_lora" else "pasta"
     low = option.limits.get("ge", option.limits.get("gt", 0))
     high = option.limits.get("le", option.limits.get("lt", low + 100))
@@ -70,6 +74,7 @@ def other_value(option: names.Option) -> Any:
 def everything(tmp_path: Path) -> tuple[Path, dict[names.Key, Any]]:
     """A YAML that sets every key, written with the dump's own writer from values chosen here."""
     (tmp_path / "pasta").mkdir()
+    (tmp_path / "classe").mkdir()
     (tmp_path / "arquivo.safetensors").touch()
     values = {key: other_value(option) for key, option in names.options().items()}
     lines = []
@@ -140,3 +145,50 @@ def test_write_leaves_the_old_file_when_it_fails(tmp_path: Path, monkeypatch: py
         effective.write(loaded, target)
     assert target.read_text(encoding="utf-8") == "antigo"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "pouco.yaml"]
+
+
+def test_leftovers_of_killed_processes_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "pouco.yaml"
+    path.write_text("modelo: {modelo_base: dono/modelo}\ndados: {diretorio_dados: .}\n", encoding="utf-8")
+    target = tmp_path / "run" / "config.yaml"
+    target.parent.mkdir()
+    dead = 2**22 + 12345  # above the largest process id there is
+    kept = [f".config.yaml.{os.getppid()}.tmp", f".outro.yaml.{dead}.tmp", ".config.yaml.texto.tmp"]
+    for name in [f".config.yaml.{dead}.tmp", *kept]:
+        (target.parent / name).touch()
+    effective.write(load(path), target)
+    assert sorted(p.name for p in target.parent.iterdir()) == sorted(["config.yaml", *kept])
+
+
+def test_a_path_that_is_not_utf8_survives_the_dump(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"ima\xe7os")
+    folder.mkdir()
+    path = tmp_path / "pouco.yaml"
+    path.write_text("modelo: {modelo_base: dono/modelo}\n", encoding="utf-8")
+    loaded = load(path, [f"dados.diretorio_dados={folder}"])
+    effective.write(loaded, tmp_path / "config.yaml")
+    assert load(tmp_path / "config.yaml").config == loaded.config
+
+
+def test_a_config_whose_own_name_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9.yaml")
+    path.write_text("modelo: {modelo_base: dono/modelo}\ndados: {diretorio_dados: .}\n", encoding="utf-8")
+    with pytest.raises(ErrorReport) as caught:
+        load(path)
+    assert "o nome `caf\\xe9` não serve para um arquivo" in str(caught.value)
+    str(caught.value).encode("utf-8")
+    loaded = load(path, ["saida.nome=cafe"])
+    effective.write(loaded, tmp_path / "config.yaml")
+    assert "# caf\\xe9.yaml:1" in (tmp_path / "config.yaml").read_text(encoding="utf-8")
+
+
+def test_texts_and_paths_that_are_not_utf8_are_refused_in_words_that_can_be_printed(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("modelo: {modelo_base: dono/modelo}\ndados: {diretorio_dados: .}\n", encoding="utf-8")
+    odd = os.fsdecode(b"caf\xe9")
+    with pytest.raises(ErrorReport) as caught:
+        load(path, [f"dados.palavra_gatilho={odd}", f"amostras.prompts={odd}", f"dados.diretorio_mascaras={odd}"])
+    text = str(caught.value)
+    text.encode("utf-8")
+    assert text.count("esperava um texto em UTF-8, veio `caf\\xe9`") == 2
+    assert "não existe: " in text

@@ -159,6 +159,13 @@ def test_interpolation_that_leads_nowhere(folder: Path, monkeypatch: pytest.Monk
     assert "5 problemas" in text
 
 
+@pytest.mark.parametrize(("written", "hint"), [("treino.nada", "chaves aceitas aqui: epocas"), ("treino.epoca", "`epocas`")])
+def test_a_reference_is_mended_within_its_own_section(folder: Path, written: str, hint: str) -> None:
+    text = problems(write(folder, BASE + f"treino:\n  epocas: ${{{written}}}\n"))
+    assert hint in text
+    assert "outra seção" not in text
+
+
 def test_unknown_keys_get_the_nearest_name(folder: Path) -> None:
     text = problems(
         write(
@@ -214,7 +221,7 @@ def test_report_has_place_line_caret_and_allowed(folder: Path) -> None:
     text = problems(path)
     assert expected in text
     assert f"{path}:7:11" in text
-    assert "no mínimo 1" in text
+    assert "entre 1 e 1000000" in text
 
 
 def test_messages_follow_sistema_idioma_even_in_a_broken_file(folder: Path) -> None:
@@ -244,9 +251,9 @@ def test_missing_points_at_the_section(folder: Path) -> None:
 
 
 def test_free_mapping_is_joined_across_sources(folder: Path) -> None:
-    path = write(folder, BASE + "treino:\n  argumentos_otimizador: {decouple: true, d0: 1e-6, modo: 'no'}\n")
+    path = write(folder, BASE + "treino:\n  argumentos_otimizador: {decouple: true, d0: 1e-6, modo: 'rápido'}\n")
     loaded = load(path, ["treino.argumentos_otimizador.d0=1e-5", "treino.argumentos_otimizador.novo=[1, 2]"])
-    assert loaded.config.training.optimizer_args == {"decouple": True, "d0": 1e-5, "modo": "no", "novo": [1, 2]}
+    assert loaded.config.training.optimizer_args == {"decouple": True, "d0": 1e-5, "modo": "rápido", "novo": [1, 2]}
 
 
 def test_files_that_are_no_config(folder: Path) -> None:

@@ -10,7 +10,7 @@ from lora_trainer.config import messages, names
 from lora_trainer.config.schema import Config
 from lora_trainer.errors import set_language
 
-WRONG = ["texto", "", None, -1, 0, 1e9, 2.5, "0,5", True, [], [1], [1, 2, 3, 4], {"a": 1}, "a\tb", float("nan"), b"x"]
+WRONG = ["texto", "", None, -1, 0, 1e9, 2.5, "0,5", True, [], [1], [1, 2, 3, 4], {"a": 1}, "a\tb", "a\udce9", float("nan"), b"x"]
 
 
 def refusals() -> list[tuple[names.Option, dict[str, Any]]]:
@@ -41,7 +41,8 @@ def test_every_code_has_a_sentence() -> None:
     assert {
         "greater_than", "greater_than_equal", "less_than", "less_than_equal", "multiple_of", "literal_error",
         "int_parsing", "float_parsing", "boolean", "number", "decimal_comma", "resolution", "resolution_small",
-        "control_character", "too_short", "too_long", "list_type", "dict_type", "string_type", "string_too_short",
+        "resolution_large",
+        "control_character", "surrogate", "too_short", "too_long", "list_type", "dict_type", "string_type", "string_too_short",
         "string_pattern_mismatch", "finite_number", "share",
     } <= seen  # fmt: skip
 
@@ -49,7 +50,7 @@ def test_every_code_has_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("key", "written", "value", "code", "expected"),
     [
-        (("training", "epochs"), "treino.epocas", "0", "greater_than_equal", "um valor de no mínimo 1, veio `0`"),
+        (("training", "epochs"), "treino.epocas", "0", "greater_than_equal", "entre 1 e 1000000, veio `0`"),
         (
             ("model", "lora_rank"),
             "m.lora_rank",

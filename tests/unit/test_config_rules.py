@@ -166,3 +166,79 @@ def test_options_without_effect_are_said(tmp_path: Path, settings: tuple[str, ..
 def test_conv_rank_with_convolutions_or_a_regex_is_silent(tmp_path: Path) -> None:
     for targets in ("tudo", "all", ".*conv.*"):
         assert loaded(tmp_path, "modelo.classificacao_conv=4", f"modelo.alvos_lora={targets}").notices == []
+
+
+# -- folders that get in each other's way
+@pytest.mark.parametrize("key", ["dados.diretorio_dados", "dados.diretorio_regularizacao", "dados.diretorio_mascaras"])
+@pytest.mark.parametrize("place", ["saida/gato", "saida/gato/amostras/fotos"])
+def test_inputs_inside_the_runs_own_folder_are_refused(tmp_path: Path, key: str, place: str) -> None:
+    (tmp_path / place).mkdir(parents=True)
+    other = [f"saida.diretorio={tmp_path}/saida", "dados.mascara=arquivos"]
+    text = problems(tmp_path, f"{key}={tmp_path}/{place}", "saida.nome=gato", *other)
+    assert f"`{key}` fica na pasta desta execução" in text
+    assert "troque `saida.nome`" in text
+    assert loaded(tmp_path, f"{key}={tmp_path}/{place}", "saida.nome=gata", *other)
+
+
+def test_a_link_into_the_runs_own_folder_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "saida/meu").mkdir(parents=True)
+    (tmp_path / "fotos").symlink_to(tmp_path / "saida/meu")
+    text = problems(tmp_path, f"dados.diretorio_dados={tmp_path}/fotos", f"saida.diretorio={tmp_path}/saida")
+    assert "fica na pasta desta execução" in text
+
+
+def test_the_lora_of_the_same_name_cannot_be_the_initial_one(tmp_path: Path) -> None:
+    (tmp_path / "saida/meu").mkdir(parents=True)
+    (tmp_path / "saida/meu/meu.safetensors").touch()
+    text = problems(tmp_path, f"modelo.lora_inicial={tmp_path}/saida/meu/meu.safetensors", f"saida.diretorio={tmp_path}/saida")
+    assert "`modelo.lora_inicial` fica na pasta desta execução" in text
+
+
+def test_the_regularization_folder_cannot_be_the_image_folder(tmp_path: Path) -> None:
+    (tmp_path / "fotos").mkdir()
+    (tmp_path / "classe").symlink_to(tmp_path / "fotos")
+    text = problems(tmp_path, f"dados.diretorio_dados={tmp_path}/fotos", f"dados.diretorio_regularizacao={tmp_path}/classe")
+    assert "`dados.diretorio_regularizacao` é a mesma pasta que `dados.diretorio_dados`" in text
+
+
+# -- values
+ABSURD = ["treino.epocas=1e12", "treino.passos_maximos=1e18", "dados.resolucao=99999999", "amostras.resolucao=512x20000",
+          "treino.decaimento_pesos=1e9", "amostras.semente=99999999999999999999", "modelo.alfa_lora=1e30",
+          "saida.manter_ultimos=1e15", "treino.betas=[0.9, 1.5]", "treino.potencia=1e300"]  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", ABSURD)
+def test_absurd_values_are_refused_with_the_limit(tmp_path: Path, setting: str) -> None:
+    assert setting.split("=")[0].split(".")[1] in problems(tmp_path, setting)
+
+
+def test_every_number_has_an_upper_limit() -> None:
+    from lora_trainer.config import names
+
+    numbers = [o for o in names.options().values() if o.kind in ("integer", "number") and not o.many]
+    assert [o.shown() for o in numbers if not {"le", "lt"} & set(o.limits)] == []
+
+
+@pytest.mark.parametrize(("written", "value"), [
+    ("'False'", False), ("sim", True), ("'nao'", False), ("'0.9'", 0.9), ("'3'", 3), ("'1e-4'", 1e-4), ("texto", "texto"),
+    ("['0.5', 'true']", [0.5, True]), ("inf", float("inf")), ("'0x10'", "0x10"), ("1.2.3", "1.2.3"),
+])  # fmt: skip
+def test_optimizer_arguments_are_what_they_say_even_in_quotes(tmp_path: Path, written: str, value: object) -> None:
+    (tmp_path / "a.yaml").write_text(f"{BASE}treino: {{argumentos_otimizador: {{amsgrad: {written}}}}}\n", encoding="utf-8")
+    from_file = load(tmp_path / "a.yaml").config.training.optimizer_args["amsgrad"]
+    from_line = loaded(tmp_path, f"treino.argumentos_otimizador.amsgrad={written}").config.training.optimizer_args["amsgrad"]
+    for got in (from_file, from_line):
+        assert got == value
+        assert type(got) is type(value)
+
+
+def test_a_decimal_comma_in_an_optimizer_argument_is_named(tmp_path: Path) -> None:
+    assert "use ponto: 0.5" in problems(tmp_path, "treino.argumentos_otimizador.x='0,5'")
+
+
+def test_the_place_of_an_option_is_known_by_its_name(tmp_path: Path) -> None:
+    result = loaded(tmp_path, "treino.epocas=3")
+    assert result.located("modelo.modelo_base") == "meu.yaml:1: modelo.modelo_base"
+    assert result.located("model.base_model") == "meu.yaml:1: model.base_model"
+    assert result.located("modelo.vae") == "modelo.vae"
+    assert result.located("x.png") == "x.png"

@@ -207,3 +207,28 @@ def test_trigger_is_put_first_once(tmp_path):
         "ohwx, um gato", "foto de OHWX, gato", "retrato de ohwx", "ohwx, xohwxx",
     ]  # fmt: skip
     assert "[trigger] aparece em c.png" in warnings(built(ds))
+
+
+@pytest.mark.parametrize("value", [{"pt": "gato"}, [{"text": "gato"}], ["gato", ["cão"]], True, "meio \ud83d"])
+def test_a_caption_that_is_no_text_is_refused_with_its_line(tmp_path, value):
+    rows = three(tmp_path / "ds")
+    rows[1]["text"] = value
+    cap(tmp_path / "ds/metadata.jsonl", "\n".join(json.dumps(row) for row in rows))
+    with pytest.raises(DataError, match=r"metadata\.jsonl:2: text: a legenda ") as caught:
+        built(tmp_path / "ds")
+    str(caught.value).encode("utf-8")
+
+
+def test_numbers_and_lists_of_texts_are_captions(tmp_path):
+    rows = three(tmp_path / "ds")
+    rows[0]["text"], rows[1]["text"] = 2024, ["a", "b"]
+    table(tmp_path / "ds", rows)
+    assert {item.caption.texts for item in built(tmp_path / "ds").examples} == {("2024",), ("a", "b"), ("gato 2",)}
+
+
+def test_two_rows_for_one_image_are_said_with_their_lines(tmp_path):
+    rows = three(tmp_path / "ds")
+    table(tmp_path / "ds", [*rows, {"file_name": "./1.png", "text": "outro"}])
+    dataset = built(tmp_path / "ds")
+    assert captions(dataset)["1.png"] == "outro"
+    assert "vale a última: 1.png (metadata.jsonl:2, metadata.jsonl:4)" in warnings(dataset)

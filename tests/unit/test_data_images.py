@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 from data_cases import img
-from PIL import Image, ImageCms, PngImagePlugin
+from PIL import Image, ImageCms, ImageOps, PngImagePlugin
 
 from lora_trainer.data.buckets import cover
 from lora_trainer.data.images import BadImage, background_colour, inspect, load, load_grey
@@ -31,6 +31,19 @@ def test_exif_orientation_comes_before_the_size(tmp_path, orientation):
     exif[0x0112] = orientation
     image.save(tmp_path / "o.jpg", exif=exif, quality=95)
     assert inspect(tmp_path / "o.jpg", LIMIT).size == ((120, 60) if orientation < 5 else (60, 120))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_every_orientation_gives_the_pixels_that_viewers_show(tmp_path, orientation):
+    image = Image.new("RGB", (120, 60), (0, 0, 255))
+    image.paste((255, 0, 0), (0, 0, 60, 60))
+    image.paste((0, 255, 0), (0, 0, 60, 30))  # no turn or mirror image of it is alike
+    exif = image.getexif()
+    exif[0x0112] = orientation
+    image.save(tmp_path / "o.png", exif=exif)
+    shown = ImageOps.exif_transpose(Image.open(tmp_path / "o.png"))
+    rgb, _ = pixels(tmp_path / "o.png", size=shown.size)
+    assert np.abs(rgb - np.asarray(shown)).max() <= 2
 
 
 def test_a_phone_photo_stands_upright(tmp_path):

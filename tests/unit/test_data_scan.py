@@ -11,9 +11,11 @@ from data_cases import built, cap, captions, config, good, img, left_out, names
 from PIL import Image
 
 from lora_trainer.config.schema import DataConfig
+from lora_trainer.data.batches import BatchPlan
 from lora_trainer.data.dataset import build
+from lora_trainer.data.report import summary_lines
 from lora_trainer.data.walk import walk
-from lora_trainer.errors import ConfigError, DataError
+from lora_trainer.errors import ConfigError, DataError, set_language
 
 
 def repeats(dataset):
@@ -313,3 +315,134 @@ def test_regularization_matches_the_training_images(tmp_path, count, expected):
     assert {item.repeats for item in dataset.regularization} == expected
     assert {item.caption.texts for item in dataset.regularization} == {("gato",)}
     assert len(left_out(dataset)) == max(0, count - 6)
+
+
+# -- folders that must not be read, or that hold each other
+
+
+def run_folder(path, *marks):
+    for mark in marks or ("metricas.jsonl", "estado/execucao.json"):
+        (path / mark).parent.mkdir(parents=True, exist_ok=True)
+        (path / mark).touch()
+    img(path / "amostras/passo000100.png")
+
+
+@pytest.mark.parametrize(
+    ("place", "marks"),
+    [
+        ("saida/gato", ()),
+        ("a/b/gato", ("metricas.jsonl", "estado/passo-000001/x")),
+        ("gato", ("estado/execucao.json",)),
+        ("gato.antigo-12", ("config.yaml",)),
+    ],
+)
+def test_previews_of_old_runs_are_no_training_images(tmp_path, place, marks):
+    ds = good(tmp_path / "ds", 2)
+    run_folder(ds / place, *marks)
+    dataset = built(ds)
+    assert names(dataset) == ["ok0.png", "ok1.png"]
+    assert [line for line in dataset.notes.warnings if "execuções" in line and place in line]
+
+
+def test_a_folder_that_only_resembles_a_run_is_read(tmp_path):
+    ds = good(tmp_path / "ds", 1)
+    img(ds / "estado/a.png")
+    img(ds / "casa.antigo/b.png")
+    cap(ds / "metricas.jsonl", "")
+    assert names(built(ds)) == ["casa.antigo/b.png", "estado/a.png", "ok0.png"]
+
+
+def test_only_old_runs_is_said(tmp_path):
+    run_folder(tmp_path / "ds/gato")
+    with pytest.raises(DataError) as caught:
+        built(tmp_path / "ds")
+    assert "execuções não são lidas: gato" in caught.value.hint
+
+
+@pytest.mark.skipif(os.name == "nt", reason="file names are bytes elsewhere only")
+def test_names_that_are_not_utf8(tmp_path):
+    ds = good(tmp_path / "ds", 1)
+    folder = ds / os.fsdecode("10_avó".encode("latin-1"))
+    img(folder / "x.png").rename(folder / os.fsdecode(b"caf\xe9.png"))
+    (folder / os.fsdecode(b"ru\xeddo.jpg")).write_bytes(b"nada")
+    dataset = built(ds, bad_images="skip", validation_fraction=0.5)
+    items = [*dataset.examples, *dataset.validation]
+    assert {item.name for item in items} == {"ok0.png", "10_av\\xf3/caf\\xe9.png"}
+    assert {item.caption.texts[0] for item in items} == {"foto de ohwx gato 0", "avó"}
+    assert len({item.uid for item in items}) == 2
+    assert left_out(dataset) == ["10_av\\xf3/ru\\xeddo.jpg"]
+    told = [*dataset.notes.warnings, *dataset.notes.notes, *summary_lines(BatchPlan(dataset, 1, 1, 0), 1)]
+    "\n".join(told).encode("utf-8")
+    assert built(ds, bad_images="skip", validation_fraction=0.5).fingerprint() == dataset.fingerprint()
+    with pytest.raises(DataError) as caught:
+        built(ds)
+    str(caught.value).encode("utf-8")
+    assert "ru\\xeddo.jpg" in str(caught.value)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="file names are bytes elsewhere only")
+def test_a_data_folder_whose_own_name_is_not_utf8(tmp_path):
+    ds = tmp_path / os.fsdecode(b"ma\xe7as")
+    with pytest.raises(DataError) as caught:
+        built(ds)
+    str(caught.value).encode("utf-8")
+    ds.mkdir()
+    with pytest.raises(DataError) as caught:
+        built(ds)
+    str(caught.value).encode("utf-8")
+    assert names(built(good(ds, 2))) == ["ok0.png", "ok1.png"]
+
+
+def test_a_number_too_large_for_repeats_is_said_a_year_is_not(tmp_path):
+    good(tmp_path / "ds/99999_muito", 1)
+    good(tmp_path / "ds/2024_ferias", 1)
+    good(tmp_path / "ds/20240131_praia", 1)
+    dataset = built(tmp_path / "ds")
+    assert set(repeats(dataset).values()) == {1}
+    assert [line for line in dataset.notes.warnings if "grande demais" in line] == [
+        "pasta 99999_muito: 99999 é grande demais para um número de repetições e não conta como tal"
+    ]
+    assert not built(tmp_path / "ds", repeats=2).notes.warnings
+
+
+def test_a_validation_share_that_holds_out_nothing_is_said(tmp_path):
+    ds = good(tmp_path / "ds", 1)
+    shutil.copy(ds / "ok0.png", ds / "copia.png")
+    dataset = built(ds, validation_fraction=0.3)
+    assert not dataset.validation
+    assert any("fracao_validacao: 0.3, mas nada ficou fora" in line for line in dataset.notes.warnings)
+    assert not [w for w in built(good(tmp_path / "dois", 2), validation_fraction=0.01).notes.warnings if "fracao" in w]
+
+
+def test_image_and_regularization_folders_inside_one_another(tmp_path):
+    ds = good(tmp_path / "ds", 2)
+    img(ds / "reg/r.png")
+    dataset = built(ds, regularization_dir=str(ds / "reg"))
+    assert [item.name for item in dataset.training] == ["ok0.png", "ok1.png"]
+    assert any("reg conta só como regularização" in note for note in dataset.notes.notes)
+    outer = tmp_path / "classe"
+    img(outer / "r.png")
+    good(outer / "fotos", 2)
+    dataset = built(outer / "fotos", regularization_dir=str(outer))
+    assert [item.name for item in dataset.regularization] == ["r.png"]
+    assert any("fotos conta só como imagens de treino" in note for note in dataset.notes.notes)
+    with pytest.raises(ConfigError, match="própria pasta das imagens"):
+        built(ds, regularization_dir=str(ds))
+
+
+def test_the_image_folder_as_mask_folder_makes_no_image_its_own_mask(tmp_path):
+    ds = good(tmp_path / "ds", 2)
+    img(ds / "ok0-masklabel.png", 128, 128)
+    dataset = built(ds, mask="files", mask_dir=str(ds))
+    assert {i.name: i.mask.path.name if i.mask else None for i in dataset.examples} == {
+        "ok0.png": "ok0-masklabel.png",
+        "ok1.png": None,
+    }
+
+
+def test_errors_name_the_key_in_the_language_of_the_messages(tmp_path):
+    for language, key in (("pt", "dados.diretorio_dados"), ("en", "data.data_dir")):
+        set_language(language)
+        with pytest.raises(DataError) as caught:
+            built(tmp_path / "nada")
+        assert caught.value.where == key

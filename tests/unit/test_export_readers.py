@@ -3,15 +3,18 @@
 import pytest
 import torch
 from adapter_models import MODELS, forward, perturb, pipeline, sd15_model, trained
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 
 from lora_trainer.adapters import inject
 from lora_trainer.config.schema import ModelConfig
 from lora_trainer.errors import DivergedError, MachineError
+from lora_trainer.export.readers import unreadable
 from lora_trainer.export.verify import _check_consumer, verify
 from lora_trainer.export.write import save_adapter
 from lora_trainer.families._unet import block_groups
 from lora_trainer.memory.gradient_checkpointing import TECHNIQUE, recomputations
+from lora_trainer.outputs import _line as done_line
 
 CASES = {
     "attention": {"lora_rank": 4, "lora_alpha": 8},
@@ -51,6 +54,53 @@ def test_dora_in_the_diffusers_layout(tmp_path):
         fresh = MODELS["sdxl"][0]()
         pipeline("sdxl", fresh).load_lora_weights(str(path))
         assert (ours - forward(fresh)).abs().max() / ours.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_verify_tells_what_diffusers_makes_of_dora_in_a_kohya_file(name, tmp_path):
+    model, adapter, family = trained(name, **DORA)
+    path = save_adapter(adapter, family, tmp_path / "x.safetensors", "kohya", "fp32", {})
+    found = verify(model, adapter, family, path, forward)
+    with torch.no_grad():
+        ours = forward(model)
+        fresh = MODELS[name][0]()
+        base = forward(fresh)
+        pipeline(name, fresh).load_lora_weights(str(path))
+        theirs = forward(fresh)
+    scale = ours.abs().max()
+    real = float((ours - theirs).abs().max() / scale)
+    assert real > 0.01
+    assert found.output_difference == pytest.approx(real, rel=0.01)
+    assert found.effect == pytest.approx(float((theirs - base).abs().max() / base.abs().max()), rel=0.01)
+    assert f"{100 * found.output_difference:.1f} %" in found.notice
+    assert found.notice in done_line(found, 5, 5)
+    assert f"difere {found.output_difference:.1e}" in done_line(found, 5, 5)
+    assert found.delta_difference < 1e-5
+
+
+def test_a_wrong_magnitude_in_a_kohya_file_is_still_an_error(tmp_path):
+    model, adapter, family = trained("sd15", **DORA)
+    path = save_adapter(adapter, family, tmp_path / "x.safetensors", "kohya", "fp32", {})
+    tensors = load_file(path)
+    tensors[next(key for key in tensors if key.endswith("dora_scale"))] *= 1.1
+    save_file(tensors, path)
+    with pytest.raises(MachineError, match="não é o LoRA treinado"):
+        verify(model, adapter, family, path, forward)
+
+
+@pytest.mark.parametrize("layout", ["kohya", "diffusers"])
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_called_unreadable_are_those_that_diffusers_does_not_load(name, layout, tmp_path):
+    model, family = MODELS[name][0](), MODELS[name][1]
+    adapter = inject(model, family, ModelConfig(lora_rank=2, lora_targets="."), 0, ["diffusers"])
+    perturb(adapter)
+    path = save_adapter(adapter, family, tmp_path / "x.safetensors", layout, "fp32", {})
+    fresh = MODELS[name][0]()
+    pipeline(name, fresh).load_lora_weights(str(path))
+    loaded = {path for path, module in fresh.named_modules() if isinstance(module, LoraLayer)}
+    lost = unreadable(list(adapter.layers), family.prefixes, [layout], fresh["unet"].config)
+    assert set(lost) == adapter.layers.keys() - loaded
+    assert bool(lost) == (name == "sdxl" and layout == "kohya")
 
 
 VERIFIED = [("sd15", case, "fp32") for case in [*CASES, "dora"]]

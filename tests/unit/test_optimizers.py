@@ -9,11 +9,14 @@ import torch
 from torch import nn
 
 from lora_trainer.config.schema import TrainingConfig
-from lora_trainer.errors import ConfigError, MachineError, set_language
+from lora_trainer.errors import ConfigError, Interrupted, MachineError, set_language
+from lora_trainer.memory.optimizer_8bit import Optimizer8bit
+from lora_trainer.memory.optimizer_in_backward import OptimizerInBackward
 from lora_trainer.optimizers import (
     RECIPES,
     build_optimizer,
     evaluation_weights,
+    load_state,
     optimizer_notices,
     param_groups,
     probe,
@@ -67,7 +70,7 @@ def test_state_saved_and_loaded_continues_bit_for_bit(name):
 
     second = {key: nn.Parameter(value) for key, value in saved["weights"].items()}
     optimizer = build_optimizer(param_groups(second, config), config)
-    optimizer.load_state_dict(saved["optimizer"])
+    load_state(optimizer, saved["optimizer"], config)
     train(second, optimizer, range(3, 6))
     for key, p in straight.items():
         assert torch.equal(p, second[key]), key
@@ -76,6 +79,154 @@ def test_state_saved_and_loaded_continues_bit_for_bit(name):
 @pytest.mark.parametrize("name", ALL)
 def test_f04_probe_takes_a_real_step_on_the_cpu(name):
     probe(settings(optimizer=name), CPU)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": "prodigy", "learning_rate": 1e-4},
+        {"optimizer": "adamw", "learning_rate": 1e-12},
+        {"optimizer": "adamw8bit", "learning_rate": 1e-30, "weight_decay": 0.5},
+        {"optimizer": "adamw", "eps": 1.0},
+    ],
+)
+def test_f04_small_steps_are_no_reason_to_refuse_an_optimizer(changes):
+    probe(settings(**changes), CPU)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, Interrupted])
+@pytest.mark.parametrize("where", ["add_param_group", "step"])
+def test_an_interruption_is_not_a_broken_optimizer(monkeypatch, stop, where):
+    def interrupted(*_args, **_kwargs):
+        raise stop("stop")
+
+    monkeypatch.setattr(torch.optim.AdamW, where, interrupted)
+    with pytest.raises(stop):
+        probe(settings(optimizer="adamw"), CPU)
+
+
+# -- resuming with another config
+
+
+def saved_state(**changes: object) -> dict:
+    config, named = settings(**changes), weights()
+    optimizer = build_optimizer(param_groups(named, config), config)
+    train(named, optimizer, range(3))
+    return optimizer.state_dict()
+
+
+def resumed(saved: dict, **changes: object) -> torch.optim.Optimizer:
+    config = settings(**changes)
+    optimizer = build_optimizer(param_groups(weights(), config), config)
+    load_state(optimizer, saved, config)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("adamw", {"weight_decay": 0.3, "betas": [0.8, 0.9], "eps": 1e-5}),
+        ("adamw8bit", {"weight_decay": 0.3, "betas": [0.8, 0.9], "eps": 1e-5}),
+        ("lion8bit", {"weight_decay": 0.3, "betas": [0.8, 0.9]}),
+        ("prodigy", {"weight_decay": 0.3, "betas": [0.8, 0.9], "optimizer_args": {"d_coef": 2.0}}),
+        ("schedulefree_adamw", {"weight_decay": 0.3, "betas": [0.8, 0.9], "optimizer_args": {"r": 0.5}}),
+        ("came", {"weight_decay": 0.3, "optimizer_args": {"eps1": 1e-20}}),
+        ("adafactor", {"weight_decay": 0.3, "optimizer_args": {"clip_threshold": 0.5}}),
+    ],
+)
+def test_on_resume_the_config_rules_and_estimates_stay(name, changes):
+    saved = saved_state(optimizer=name, lora_plus_ratio=1)
+    optimizer = resumed(saved, optimizer=name, learning_rate=0.5, **changes)
+    wanted = {key: value for key, value in changes.items() if key != "optimizer_args"}
+    wanted |= {"base_lr": 0.5, **changes.get("optimizer_args", {})}
+    for old, new in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        for key, value in wanted.items():
+            if key == "base_lr" and new["name"] == "text_encoder" and name != "prodigy":
+                value = 0.25
+            assert new[key] == (tuple(value) if isinstance(value, list) else value), key
+        for key in {"step", "d", "d_max", "d_numerator", "weight_sum", "lr_max", "train_mode"} & old.keys():
+            assert new[key] == old[key], key
+    assert optimizer.state_dict()["state"].keys() == saved["state"].keys()
+
+
+def test_prodigys_estimate_survives_a_change():
+    saved = saved_state(optimizer="prodigy")
+    assert saved["param_groups"][0]["d"] > 1e-6
+    assert resumed(saved, optimizer="prodigy", weight_decay=0.5).param_groups[0]["d"] == saved["param_groups"][0]["d"]
+
+
+def test_schedule_free_keeps_its_average_under_another_beta():
+    config, named = settings(optimizer="schedulefree_adamw"), weights()
+    optimizer = build_optimizer(param_groups(named, config), config)
+    train(named, optimizer, range(3))
+    with evaluation_weights(optimizer):
+        average = [p.detach().clone() for p in named.values()]
+    changed = settings(optimizer="schedulefree_adamw", betas=[0.7, 0.99])
+    later = build_optimizer(param_groups(named, changed), changed)
+    load_state(later, optimizer.state_dict(), changed)
+    with evaluation_weights(later):
+        assert all(torch.allclose(p, x, atol=1e-6) for p, x in zip(named.values(), average, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("adamw", "adamw8bit"), ("adamw8bit", "lion8bit"), ("adamw", "prodigy"), ("came", "adafactor"),
+     ("schedulefree_adamw", "adamw")],
+)  # fmt: skip
+def test_resume_with_another_optimizer_names_both(old, new):
+    with pytest.raises(ConfigError) as caught:
+        resumed(saved_state(optimizer=old), optimizer=new)
+    assert f"otimizador {old}," in caught.value.problem
+    assert caught.value.problem.endswith(f"pede {new}")
+    assert caught.value.where == "treino.otimizador"
+
+
+def test_the_optimizer_really_built_counts_not_the_one_written():
+    saved = saved_state(optimizer="adamw")
+    config = settings(optimizer="adamw", weight_decay=0.3)
+    groups = param_groups(weights(), config)
+    optimizer = Optimizer8bit().build(groups, config)
+    with pytest.raises(ConfigError, match="adamw, e a configuração pede adamw8bit"):
+        load_state(optimizer, saved, config)
+    load_state(optimizer, saved_state(optimizer="adamw8bit"), config)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.3
+
+
+def test_paging_is_no_other_optimizer():
+    optimizer = resumed(saved_state(optimizer="adamw8bit"), optimizer="pagedadamw8bit")
+    assert optimizer.state_dict()["param_groups"][0]["optimizer"] == "pagedadamw8bit"
+
+
+def test_resume_with_other_groups():
+    with pytest.raises(ConfigError) as caught:
+        resumed(saved_state(), lora_plus_ratio=16)
+    assert "unet (2), text_encoder (1)" in caught.value.problem
+    assert "unet.lora_B (1)" in caught.value.problem
+    assert "razao_lora_plus" in caught.value.where
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "missing"),
+    [
+        ("adamw", {"amsgrad": True}, "max_exp_avg_sq"),
+        ("adafactor", {"beta1": 0.9}, "exp_avg"),
+        ("came", {"ams_bound": True}, "exp_avg_sq_hat"),
+    ],
+)
+def test_resume_with_arguments_that_need_state_never_kept(name, arguments, missing):
+    with pytest.raises(ConfigError) as caught:
+        resumed(saved_state(optimizer=name), optimizer=name, optimizer_args=arguments)
+    assert missing in caught.value.problem
+    assert "argumentos_otimizador" in caught.value.where
+
+
+def test_the_config_reaches_every_optimizer_in_the_backward_pass():
+    config, named = settings(weight_decay=0.3), weights()
+    optimizer = OptimizerInBackward().build(param_groups(named, config), config)
+    load_state(optimizer, saved_state(weight_decay=0.0), config)
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.3}
+    assert {inner.param_groups[0]["weight_decay"] for inner, _ in optimizer._inner.values()} == {0.3}
+    assert all(float(optimizer.state[p]["step"]) == 3 for p in named.values())
 
 
 @pytest.mark.parametrize("name", EIGHT_BITS)
@@ -135,7 +286,13 @@ class AdamW8bit(torch.optim.SGD):
 
 @pytest.mark.parametrize(
     ("body", "reason"),
-    [("raise AttributeError('cadam_8bit_blockwise_grad_fp32')", "cadam_8bit"), ("pass", "passo de teste")],
+    [
+        ("raise AttributeError('cadam_8bit_blockwise_grad_fp32')", "cadam_8bit"),
+        ("pass", "passo de teste"),
+        ("self.param_groups[0]['params'][0].data.sub_(self.param_groups[0]['params'][0].grad)", "passo de teste"),
+        ("[p.data.add_(p.grad) for p in self.param_groups[0]['params']]", "passo de teste"),
+        ("[p.data.mul_(0.99) for p in self.param_groups[0]['params']]", "passo de teste"),
+    ],
 )
 def test_f04_a_step_that_fails_or_does_nothing(tmp_path, monkeypatch, body, reason):
     broken_package(tmp_path, monkeypatch, "", STUCK.format(body=body))

@@ -202,7 +202,7 @@ def test_what_is_wrong_in_a_family_section_is_told(text: str, expected: str, fol
 
 def test_a_wrong_value_in_the_bases_family_section_is_told(folder: Path) -> None:
     path = write(folder, "modelo: {familia: sdxl}\nfamilias: {sdxl: {treino: {epocas: 0}}}")
-    assert "`epocas`: esperava um valor de no mínimo 1, veio `0`" in problems(path)
+    assert "`epocas`: esperava um valor entre 1 e 1000000, veio `0`" in problems(path)
 
 
 # -- the new options

@@ -342,6 +342,37 @@ def test_a_vae_with_other_channels_is_refused(tmp_path: Path) -> None:
         opened(tmp_path / "m.safetensors", vae=str(tmp_path / "vae.safetensors"))
 
 
+@pytest.mark.parametrize(("base", "other"), [("sd1", "sdxl"), ("sdxl", "sd1"), ("sdxl", "sd2")])
+@pytest.mark.parametrize("kind", ["checkpoint", "folder", "vae folder", "marked file"])
+def test_a_vae_of_another_family_is_refused_where_it_tells(tmp_path: Path, base: str, other: str, kind: str) -> None:
+    """The shapes are the same, so nothing else would notice."""
+    write_single_file(tmp_path / "m.safetensors", base)
+    path = tmp_path / "other"
+    if kind == "checkpoint":
+        path = tmp_path / "other.safetensors"
+        write_single_file(path, other)
+    elif kind == "folder":
+        write_folder(path, other)
+    else:
+        factor = 0.13025 if other == "sdxl" else 0.18215
+        vae = components.build_vae(tiny_configs(other, 600)["vae"] | {"scaling_factor": factor})
+        mark = {"sd1": "v1", "sd2": "v2-512", "sdxl": "xl-v1-base"}[other]
+        if kind == "vae folder":
+            vae.save_pretrained(path)  # type: ignore[operator]
+        else:
+            path = tmp_path / "other.safetensors"
+            save_file(vae.state_dict(), path, {"modelspec.architecture": f"stable-diffusion-{mark}"})
+    with pytest.raises(SourceError, match=r"traz o VAE de .+, e o modelo base é") as caught:
+        opened(tmp_path / "m.safetensors", vae=str(path))
+    assert caught.value.where == "modelo.vae"
+
+
+def test_a_checkpoint_of_the_same_latents_may_lend_its_vae(tmp_path: Path) -> None:
+    write_single_file(tmp_path / "m.safetensors", "sd1")
+    write_single_file(tmp_path / "other.safetensors", "sd2")
+    assert opened(tmp_path / "m.safetensors", vae=str(tmp_path / "other.safetensors"))
+
+
 # -- the released models
 
 

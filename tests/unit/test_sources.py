@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lora_trainer.errors import SourceError
+from lora_trainer import headers
+from lora_trainer.errors import SourceError, set_language
 from lora_trainer.headers import TensorInfo
 from lora_trainer.kinds import Kind, classify
 from lora_trainer.sources import open_source
@@ -43,7 +44,20 @@ def test_half_a_download_says_how_much_is_missing(tmp_path: Path, whole: bytes) 
     path.write_bytes(whole[: len(whole) // 2])
     error = refused(path)
     have, want = f"{len(whole) // 2:,}".replace(",", "."), f"{len(whole):,}".replace(",", ".")
-    assert f"incompleto: tem {have} bytes, o cabeçalho pede {want} bytes" in error.problem
+    assert f"incompleto: tem 8.05 KiB ({have} bytes), o cabeçalho pede 16.10 KiB ({want} bytes)" in error.problem
+
+
+@pytest.mark.parametrize(("count", "shown"), [(900, "900 bytes"), (3 << 19, "1.50 MiB"), (5 << 29, "2.50 GiB")])
+def test_sizes_are_told_in_a_unit_that_fits(count: int, shown: str) -> None:
+    assert headers._bytes(count).startswith(shown)
+
+
+def test_an_error_names_the_key_in_the_language_of_the_messages(tmp_path: Path) -> None:
+    for language, key in (("pt", "modelo.modelo_base"), ("en", "model.base_model")):
+        set_language(language)
+        with pytest.raises(SourceError) as caught:
+            open_source(str(tmp_path / "nada.safetensors"))
+        assert caught.value.where == key
 
 
 def test_a_download_cut_inside_the_header(tmp_path: Path, whole: bytes) -> None:
