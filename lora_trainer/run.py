@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from . import hardware, optimizers, schedules
+from . import adapters, hardware, optimizers, schedules
 from .checkpoint import latest_step
 from .config import effective
 from .config.loading import Loaded
@@ -119,6 +119,7 @@ class Run:
         self.terminal.phase(f"base: {self.family.title} · {self.family.source.title()}")
         for notice in self.family.notices:
             self.terminal.warn(notice)
+        adapters.check_targets(self.family, self.config.model, self.config.output.formats)
 
     def read_data(self) -> None:
         self.cache_dir = Path(self.config.data.cache_dir or Path(self.config.output.dir) / ".cache")

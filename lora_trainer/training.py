@@ -100,8 +100,11 @@ class Training:
             with_text=not self.loader.encoder.cache_text,
             prepare=lambda model: self.plan.convert(model, self.family.blocks(model)),
         )
+        for notice in adapters.check_base(self.model):
+            self.terminal.warn(notice)
         groups = self.family.blocks(self.model)
-        self.adapter = adapters.inject(self.model, self.family, config.model, self.session.seed)
+        seed, formats = self.session.seed, config.output.formats
+        self.adapter = adapters.inject(self.model, self.family, config.model, seed, formats=formats)
         if config.model.initial_lora:
             self.adapter.load_file(Path(config.model.initial_lora))
         hardware.assert_trainable_float32(self.model)
@@ -122,9 +125,7 @@ class Training:
             return 0
         self._compare(state)
         self.adapter.load_state_dict(state.adapter)
-        self.optimizer.load_state_dict(state.optimizer)
-        for group, fresh in zip(self.optimizer.param_groups, self._param_groups(), strict=True):
-            group["base_lr"] = fresh["base_lr"]  # the config's, in case it changed
+        optimizers.load_state(self.optimizer, state.optimizer, self.config.training)
         self.scaler.load_state_dict(state.scaler)
         self.metrics.event("resumed", step=state.step)
         done = f"{state.step}/{self.total}"

@@ -130,7 +130,7 @@ def _fake_run(
     model = family.load_model(
         torch.device("meta"), dtype, with_text=with_text, prepare=lambda m: plan.convert(m, family.blocks(m))
     )
-    adapter = adapters.inject(model, family, config.model, seed=0)
+    adapter = adapters.inject(model, family, config.model, seed=0, formats=config.output.formats)
     with _simulation() as tracker:
         tracker.enter_phase("load")
         make_fake(model, simulation_device(), tracker)
