@@ -45,7 +45,7 @@ RADII = {"small": (8.0, 10.0), "": (14.0, 18.0), "large": (22.0, 25.0)}  # px
 
 EMBLEM_DARK: Colour = (0, 112, 108)  # teal
 EMBLEM_LIGHT: Colour = (255, 186, 148)  # peach
-EMBLEM_RADII = (14.0, 19.0)  # px, half the width of the head
+EMBLEM_RADII = (15.0, 19.0)  # px, half the width of the head
 
 
 class Canvas:
@@ -126,7 +126,8 @@ def draw_shape(canvas: Canvas, shape: str, x: float, y: float, r: float, fill: C
 
 
 def _blend(a: Colour, b: Colour, share: float) -> Colour:
-    return tuple(round(p + (q - p) * share) for p, q in zip(a, b, strict=True))
+    red, green, blue = (round(p + (q - p) * share) for p, q in zip(a, b, strict=True))
+    return red, green, blue
 
 
 def _stripes(canvas: Canvas, colour: Colour, phase: float) -> None:
@@ -193,18 +194,11 @@ def collage(rng: Random) -> Image.Image:
 
 
 def draw_emblem(canvas: Canvas, x: float, y: float, r: float) -> None:
-    """The "ohwx" face: left half teal, right half peach; eyes, mouth and antennas each in the other colour."""
-    sides = ((-1, EMBLEM_DARK, EMBLEM_LIGHT), (1, EMBLEM_LIGHT, EMBLEM_DARK))
-    for side, own, other in sides:
-        canvas.polygon(
-            [(x + side * r * a, y + r * b) for a, b in ((0, -0.8), (0.8, -0.8), (1, -0.6), (1, 0.8), (0, 0.8))], own
-        )
-        canvas.box(x + side * r * 0.5 - r * 0.1, y - r * 1.15, x + side * r * 0.5 + r * 0.1, y - r * 0.75, other)
-        canvas.disc(x + side * r * 0.5, y - r * 1.2, r * 0.26, other)
-        canvas.disc(x + side * r * 0.48, y - r * 0.2, r * 0.3, other)
-        canvas.polygon(
-            [(x + side * r * a, y + r * b) for a, b in ((0, 0.3), (0.65, 0.3), (0.65, 0.6), (0, 0.6))], other
-        )
+    """The "ohwx" face: left half teal, right half peach; each eye in the other half's colour."""
+    for side, own, other in ((-1, EMBLEM_DARK, EMBLEM_LIGHT), (1, EMBLEM_LIGHT, EMBLEM_DARK)):
+        outline = ((0, -1), (0.75, -1), (1, -0.75), (1, 0.75), (0.75, 1), (0, 1))
+        canvas.polygon([(x + side * r * a, y + r * b) for a, b in outline], own)
+        canvas.disc(x + side * r * 0.5, y - r * 0.1, r * 0.32, other)
 
 
 def concept_picture(background: Colour, x: float, y: float, r: float) -> Image.Image:
@@ -218,7 +212,7 @@ def concept_example(rng: Random, background: str) -> Image.Image:
     """The emblem at a random place and scale on a named background."""
     r = rng.uniform(*EMBLEM_RADII)
     roam = (SIZE / 2 - r * 1.3) * 0.6
-    x, y = SIZE / 2 + rng.uniform(-roam, roam), SIZE / 2 + 0.25 * r + rng.uniform(-roam, roam)
+    x, y = SIZE / 2 + rng.uniform(-roam, roam), SIZE / 2 + rng.uniform(-roam, roam)
     return concept_picture(BACKGROUNDS[background], x, y, r)
 
 

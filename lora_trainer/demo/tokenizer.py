@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
@@ -40,18 +41,19 @@ def learn_merges(texts: list[str]) -> list[Merge]:
     words: Counter[tuple[str, ...]] = Counter()
     for word in (w for text in texts for w in text.lower().replace(",", " , ").split()):
         letters = [symbols[b] for b in word.encode()]
-        words[(*letters[:-1], letters[-1] + END)] += 1
+        letters[-1] += END
+        words[tuple(letters)] += 1
     merges: list[Merge] = []
     while True:
         pairs: Counter[Merge] = Counter()
-        for word, count in words.items():
-            for pair in zip(word, word[1:], strict=False):
+        for symbols_of_word, count in words.items():
+            for pair in pairwise(symbols_of_word):
                 pairs[pair] += count
         if not pairs:
             return merges
         best = min(pairs, key=lambda p: (-pairs[p], p))
         merges.append(best)
-        words = Counter({_merged(word, best): count for word, count in words.items()})
+        words = Counter({_merged(parts, best): count for parts, count in words.items()})
 
 
 def vocabulary(merges: list[Merge]) -> dict[str, int]:

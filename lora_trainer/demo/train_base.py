@@ -266,8 +266,10 @@ def train_unet(
     noise_schedule = pipe.scheduler
     state_file = work / "state.pt"
     if state_file.exists():  # go on with an earlier run
-        for part, state in zip((modules, average.modules, optimizer), torch.load(state_file), strict=True):
-            part.load_state_dict(state)
+        live, averaged, moments = torch.load(state_file)
+        modules.load_state_dict(live)
+        average.modules.load_state_dict(averaged)
+        optimizer.load_state_dict(moments)
         average.steps = 10**6
     clock, step, total = Clock(minutes), 0, 0.0
     while (progress := clock.progress()) < 1:

@@ -21,10 +21,15 @@ CONSTANT = 8.0
 SIGNALS = 4  # red, green, blue, difference along the diagonal
 
 
+def _bias(conv: nn.Conv2d) -> Tensor:
+    assert conv.bias is not None
+    return conv.bias
+
+
 def _carry(conv: nn.Conv2d, stride: int = 1) -> None:
     """Let the signals pass through a 3x3 or 1x1 convolution; with stride 2, average the four pixels it merges."""
     conv.weight[:SIGNALS] = 0
-    conv.bias[:SIGNALS] = 0
+    _bias(conv)[:SIGNALS] = 0
     middle = conv.kernel_size[0] // 2
     for i in range(min(SIGNALS, conv.in_channels)):
         if stride == 2:  # diffusers pads at the right and bottom, so the first two taps are the patch
@@ -42,20 +47,20 @@ def _difference(conv: nn.Conv2d) -> None:
 
 def _lay_out(conv: nn.Conv2d, group: int) -> None:
     """From the signals to groups (s, -s, C, -C, nothing...) of the given size, in a 1x1 convolution."""
-    conv.bias.zero_()
+    _bias(conv).zero_()
     for i in range(SIGNALS):
         rows = slice(group * i, group * i + 4)
         conv.weight[rows] = 0
         conv.weight[group * i, i] = 1
         conv.weight[group * i + 1, i] = -1
-        conv.bias[rows] = torch.tensor([0.0, 0.0, CONSTANT, -CONSTANT])
+        _bias(conv)[rows] = torch.tensor([0.0, 0.0, CONSTANT, -CONSTANT])
 
 
 def _read(conv: nn.Conv2d, group: int) -> None:
     """From the laid-out groups, normalised, to the output channels of a 3x3 convolution."""
     deviation = (2 * CONSTANT**2 / group) ** 0.5
     conv.weight.zero_()
-    conv.bias.zero_()
+    _bias(conv).zero_()
     for i in range(min(SIGNALS, conv.out_channels)):
         conv.weight[i, group * i, 1, 1] = deviation
         conv.weight[i, group * i + 1, 1, 1] = -deviation
@@ -80,7 +85,7 @@ def start_as_pooling(vae: AutoencoderKL, log_variance: float = -9.0) -> None:
     _read(encoder.conv_out, inner)
     for conv in (vae.quant_conv, vae.post_quant_conv):
         conv.weight.copy_(_identity(conv.weight))
-        conv.bias.zero_()
+        _bias(conv).zero_()
     vae.quant_conv.bias[vae.config.latent_channels :] = log_variance
 
     _carry(decoder.conv_in)

@@ -270,13 +270,13 @@ def test_large_previews_are_decoded_in_tiles_and_the_vae_is_left_as_it_was(
     tiled = []
     original = vae.tiled_decode
     monkeypatch.setattr(vae, "tiled_decode", lambda *a, **k: tiled.append(1) or original(*a, **k))
-    monkeypatch.setattr(vae, "tile_latent_min_size", 8)
-    monkeypatch.setattr(vae, "tile_sample_min_size", 64)
+    before = vae.tile_latent_min_size
     family.decode_image(vae, torch.zeros(1, 4, 16, 16))
     assert not tiled
     monkeypatch.setattr(_vae, "TILED_ABOVE", 100)
-    assert family.decode_image(vae, torch.zeros(1, 4, 16, 16)).shape == (1, 3, 128, 128)
+    assert family.decode_image(vae, torch.zeros(1, 4, 72, 16)).shape == (1, 3, 576, 128)
     assert tiled
+    assert vae.tile_latent_min_size == before
     assert not vae.use_tiling
 
 
