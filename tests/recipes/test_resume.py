@@ -1,4 +1,4 @@
-"""Stopping in every way there is, and going on: the final file is the one that an uninterrupted run writes."""
+"""Stopping in every way there is, and going on: the final file is the one that an uninterrupted run writes (G02, H06)."""
 
 import errno
 import signal

@@ -77,7 +77,7 @@ def test_previews_change_nothing(tmp_path):
     assert pictures == ["passo-000002.png", "passo-000004.png", "passo-000006.png"]
 
 
-def test_preview_out_of_memory_is_told_and_survived(tmp_path, monkeypatch, capsys):
+def test_f05_preview_out_of_memory_is_told_and_survived(tmp_path, monkeypatch, capsys):
     from lora_trainer.families.sd15 import SD15
 
     config = make(tmp_path, amostras={"prompts": ["a cat"], "cada": 2, "passos": 2})
