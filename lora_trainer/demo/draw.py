@@ -216,12 +216,26 @@ def concept_example(rng: Random, background: str) -> Image.Image:
     return concept_picture(BACKGROUNDS[background], x, y, r)
 
 
+def _known_example(rng: Random, shape: str, colour: str, background: str) -> tuple[Image.Image, str]:
+    """One shape that the base knows, for the concept set."""
+    canvas = Canvas(BACKGROUNDS[background])
+    x, y = SIZE / 2 + rng.uniform(-6, 6), SIZE / 2 + rng.uniform(-6, 6)
+    draw_shape(canvas, shape, x, y, rng.uniform(*RADII[""]), COLOURS[colour], BACKGROUNDS[background])
+    return canvas.finish(), f"{_article(colour + ' ' + shape)} on {_article(background)} background"
+
+
 def concept_set(seed: int = CONCEPT_SEED) -> list[tuple[Image.Image, str]]:
-    """The sixteen captioned training pictures of the concept, two on each of eight backgrounds."""
+    """The captioned training pictures: sixteen of the concept, two on each of eight backgrounds, and eight without it.
+
+    The eight keep what the base knows: without them the LoRA learns that everything is the emblem.
+    """
     rng = Random(seed)
     names = ["white", "black", "blue", "yellow", "red", "green", "pink", "gray"]
     wordings = ["{t} on a {b} background", "a drawing of {t} on {b}"]
-    return [(concept_example(rng, b), w.format(t=TRIGGER, b=b)) for w in wordings for b in names]
+    concept = [(concept_example(rng, b), w.format(t=TRIGGER, b=b)) for w in wordings for b in names]
+    colours = ["red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink"]
+    behind = ["white", "gray", "purple", "cyan", "black", "orange", "yellow", "green"]
+    return concept + [_known_example(rng, *words) for words in zip(SHAPES, colours, behind, strict=False)]
 
 
 def write_concept(folder: Path = CONCEPT_DIR) -> None:

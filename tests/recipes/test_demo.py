@@ -10,6 +10,7 @@ from recipe import ROOT, events, run
 from lora_trainer.demo import draw, score
 
 DEMO = ROOT / "lora_trainer" / "demo"
+EMBLEMS = 16
 
 
 def test_concept_pictures_are_the_drawn_ones():
@@ -19,13 +20,17 @@ def test_concept_pictures_are_the_drawn_ones():
     for path, (picture, caption) in zip(files, drawn, strict=True):
         assert np.array_equal(np.asarray(Image.open(path).convert("RGB")), np.asarray(picture))
         assert path.with_suffix(".txt").read_text(encoding="utf-8").strip() == caption
-        assert "ohwx" in caption
+    with_trigger = [caption for _, caption in drawn if "ohwx" in caption]
+    assert len(with_trigger) == EMBLEMS
 
 
 def test_measure_tells_the_concept_from_everything_else():
     noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
     flat = [Image.new("RGB", (64, 64), colour) for colour in (draw.EMBLEM_DARK, draw.EMBLEM_LIGHT, (255, 255, 255))]
-    assert score.concept_score([picture for picture, _ in draw.concept_set()]) > 0.95
+    emblems = [picture for picture, caption in draw.concept_set() if "ohwx" in caption]
+    others = [picture for picture, caption in draw.concept_set() if "ohwx" not in caption]
+    assert score.concept_score(emblems) > 0.95
+    assert score.concept_score(others) < 0.1
     assert score.concept_score([Image.fromarray(noise), *flat]) < 0.1
     assert set(score.PROMPTS) - {caption for _, caption in draw.concept_set()}
 
