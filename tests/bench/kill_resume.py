@@ -43,7 +43,7 @@ def main() -> None:
                 assert process.returncode == 0, process.stdout.read() if process.stdout else ""
                 print("finished before it could be killed; starting over")
                 assert (run_folder / "lora.safetensors").read_bytes() == expected
-                run_folder.rename(folder / "saida" / f"fim-{killed}")
+                run_folder.rename(folder / "saida" / f"fim-{time.monotonic_ns()}")
                 continue
             process.send_signal(signal.SIGKILL)
             process.wait()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.original_checkpoint import write_single_file
 from torch import nn
 
 from lora_trainer import adapters
@@ -26,7 +27,6 @@ from lora_trainer.memory.optimizer_in_backward import InBackward, OptimizerInBac
 from lora_trainer.memory.quantize_4bit import Quantize4bit
 from lora_trainer.memory.quantize_8bit import Quantize8bit
 from lora_trainer.optimizers import param_groups
-from tests.helpers.original_checkpoint import write_single_file
 
 CPU = torch.device("cpu")
 RELEASES = ("sd1", "sdxl")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+from helpers.original_checkpoint import CAPTION, write_folder, write_single_file
 from safetensors.torch import save_file
 
 from lora_trainer import plugins
@@ -18,7 +19,6 @@ from lora_trainer.errors import ConfigError, SourceError
 from lora_trainer.families import _unet, _vae, resolve
 from lora_trainer.families._base import Framing
 from lora_trainer.families.sdxl import time_ids
-from tests.helpers.original_checkpoint import CAPTION, write_folder, write_single_file
 
 CPU = torch.device("cpu")
 RELEASES = ("sd1", "sd2", "sdxl")

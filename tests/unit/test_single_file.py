@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline, StableDiffusionXLPipeline
+from helpers.original_checkpoint import tiny_configs, write_folder, write_single_file
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -17,7 +18,6 @@ from lora_trainer.families import _architecture as architecture
 from lora_trainer.families import _components as components
 from lora_trainer.families import resolve
 from lora_trainer.families._base import Family
-from tests.helpers.original_checkpoint import tiny_configs, write_folder, write_single_file
 
 CPU = torch.device("cpu")
 RELEASES = ("sd1", "sd2", "sdxl")
@@ -393,9 +393,10 @@ def test_shipped_architectures_have_the_published_sizes(release: str, component:
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_released_config_is_derived_from_its_own_tensors(release: str) -> None:
     """The shapes of a full-size file, without the file: derivation gives back what is shipped, and says nothing."""
+    from helpers.original_checkpoint import original_names
+
     from lora_trainer.headers import TensorInfo
     from lora_trainer.sources import Source
-    from tests.helpers.original_checkpoint import original_names
 
     configs = {name: architecture.shipped(release, name) for name in tiny_configs(release, 600)}
     with torch.device("meta"):
