@@ -26,7 +26,7 @@ def main() -> None:
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = make(folder, treino={"epocas": 100}, saida={"salvar_cada": 7, "nome": "lora"},
+        config = make(folder, treino={"epocas": 60}, saida={"salvar_cada": 7, "nome": "lora"},
                       modelo={"dropout_lora": 0.1}, amostras={"prompts": ["a cat"], "cada": 40, "passos": 2})
         began = time.monotonic()
         straight = start(config)
@@ -38,7 +38,7 @@ def main() -> None:
         killed = 0
         while killed < options.kills:
             process = start(config, *(["--retomar"] if run_folder.exists() else []))
-            time.sleep(rng.uniform(0.1, whole))
+            time.sleep(rng.uniform(0.1, 0.9 * whole))
             if process.poll() is not None:
                 assert process.returncode == 0, process.stdout.read() if process.stdout else ""
                 print("finished before it could be killed; starting over")
