@@ -410,4 +410,4 @@ def test_loading_holds_little_more_than_the_component(wide: Path, wanted: torch.
     peak = memory_bytes("VmHWM") - before
     size = sum(p.numel() * p.element_size() for p in unet.parameters())
     assert size == family.components["unet"].num_bytes(wanted) > 30e6
-    assert 0.8 * size < peak < 1.5 * size
+    assert 0.8 * size < peak < 1.5 * size + (4 << 20)  # and what allocators keep
