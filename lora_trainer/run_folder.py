@@ -5,7 +5,6 @@ saida/<name>/  <name>.safetensors  config.yaml  plano.json  metricas.jsonl  regi
 
 import json
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,10 +148,6 @@ class Lock:
 def keep_last(paths: list[Path], count: int) -> None:
     for path in paths[:-count]:
         path.unlink(missing_ok=True)
-
-
-def free_bytes(path: Path) -> int:
-    return shutil.disk_usage(path).free
 
 
 def _escape(name: str) -> str:

@@ -33,19 +33,6 @@ class Prediction:
     flops: int
     transferred: int
 
-    @property
-    def peak(self) -> int:
-        """The run's highest device total, in bytes."""
-        return max(phase.total for phase in self.phases.values())
-
-    @property
-    def worst_phase(self) -> str:
-        return max(self.phases, key=lambda name: self.phases[name].total)
-
-    @property
-    def host(self) -> int:
-        return max(phase.host for phase in self.phases.values())
-
 
 @dataclass(frozen=True)
 class Shape:
