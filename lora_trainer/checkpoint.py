@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from .errors import UserError, t
 
@@ -108,6 +109,11 @@ def _hashes(folder: Path) -> dict[str, str]:
     return {
         name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("adapter.safetensors", "optimizer.pt")
     }
+
+
+def on_cpu(state: Any) -> Any:
+    """A copy of an optimizer's state dict whose tensors lie on the CPU."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
 
 
 def latest_step(folder: Path) -> int:

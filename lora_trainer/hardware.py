@@ -8,8 +8,9 @@ cards that only emulate it. Left out: several cards at once, Apple's and Intel's
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -243,16 +244,33 @@ class PartRow:
 
 
 def describe_parts(parts: Mapping[str, nn.Module] | nn.ModuleDict) -> list[PartRow]:
-    """Rows read from the modules themselves: the frozen and the trained weights of each part."""
+    """Rows read from the modules themselves: of each part the frozen weights, those packed in few bits, the trained."""
     rows = []
     for name, module in parts.items():
-        for label, trained in ((name, False), (f"{name} (LoRA)", True)):
-            found = [p for p in module.parameters() if p.requires_grad is trained]
-            if found:
-                dtypes = "+".join(sorted({NAMES.get(p.dtype, str(p.dtype).removeprefix("torch.")) for p in found}))
-                devices = "+".join(sorted({str(p.device) for p in found}))
-                rows.append(PartRow(label, dtypes, devices, sum(p.numel() for p in found)))
+        kinds: dict[tuple[bool, bool], list[tuple[str, str, int]]] = {}
+        for kind, weight in _weights(module):
+            kinds.setdefault(kind, []).append(weight)
+        for (trained, _), weights in sorted(kinds.items()):
+            dtypes, devices, counts = zip(*weights, strict=True)
+            label = f"{name} (LoRA)" if trained else name
+            rows.append(PartRow(label, "+".join(sorted(set(dtypes))), "+".join(sorted(set(devices))), sum(counts)))
     return rows
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[tuple[bool, bool], tuple[str, str, int]]]:
+    """((trained, packed), (dtype, device, count)) of every tensor; streamed ones come to their device from RAM."""
+    seen: set[int] = set()
+    layer: Any
+    for layer in module.modules():
+        via = "RAM → " if hasattr(layer, "home") else ""
+        if hasattr(layer, "packing"):
+            place = next(layer.buffers(recurse=False)).device
+            yield (False, True), (layer.packing.title, f"{via}{place}", layer.weight_shape.numel())
+        for p in layer._parameters.values():
+            if p is not None and id(p) not in seen:
+                seen.add(id(p))
+                dtype = NAMES.get(p.dtype, str(p.dtype).removeprefix("torch."))
+                yield (p.requires_grad, False), (dtype, f"{'' if p.requires_grad else via}{p.device}", p.numel())
 
 
 def assert_trainable_float32(model: nn.Module) -> None:

@@ -31,6 +31,10 @@ class StepsInBackward(Protocol):
     def grad_norm(self) -> float: ...
 
 
+class TornUpdate(Exception):
+    """Memory ran out while weights were being updated: some are of this step, some of the one before."""
+
+
 @dataclass(frozen=True)
 class Trainee:
     """What is trained and with what."""
@@ -60,7 +64,8 @@ class StepReport:
 def train(trainee: Trainee, windows: Iterable[tuple[int, list[Batch]]], schedule: Schedule) -> Iterator[StepReport]:
     """Yield a report after each optimizer step; the caller logs, validates, previews and saves.
 
-    Raises DivergedError when the loss or the gradient is not finite; the weights are then those of the step before.
+    Raises DivergedError when the loss or the gradient is not finite; the weights are then those of the step before. So
+    they are after an out-of-memory, but for TornUpdate (and any of a StepsInBackward).
     """
     trainee.model.train()
     for step, window in windows:
@@ -70,10 +75,17 @@ def train(trainee: Trainee, windows: Iterable[tuple[int, list[Batch]]], schedule
         while not math.isfinite(norm):  # float16 gradients overflowed: redo this window at a smaller scale
             _shrink_scale(trainee, step)
             loss, norm = _checked_gradients(trainee, window, step, terms)
-        trainee.scaler.step(trainee.optimizer)
-        trainee.scaler.update()
+        _update(trainee)
         trainee.optimizer.zero_grad(set_to_none=True)
         yield StepReport(step + 1, loss, norm, rate, terms)
+
+
+def _update(trainee: Trainee) -> None:
+    try:
+        trainee.scaler.step(trainee.optimizer)
+    except torch.OutOfMemoryError as error:
+        raise TornUpdate(str(error)) from error
+    trainee.scaler.update()
 
 
 def gradients(trainee: Trainee, window: list[Batch], step: int, terms: int) -> tuple[Tensor, Tensor]:

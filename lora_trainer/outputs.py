@@ -13,40 +13,43 @@ from .errors import t
 from .export.metadata import RunFacts, describe
 from .export.verify import Verification, verify
 from .export.write import save_adapter
+from .families._base import Family
 from .plot import plot_metrics
 from .progress import Terminal
 from .run_folder import RunFolder, keep_last
+from .tracker import host_memory
 
 log = logging.getLogger(__name__)
 
 
 class Outputs:
     def __init__(
-        self, loaded: Loaded, folder: RunFolder, adapter: Adapter, batches: BatchPlan, day: str, total: int
+        self, loaded: Loaded, folder: RunFolder, family: Family, batches: BatchPlan, day: str, total: int
     ) -> None:
-        self.loaded, self.folder, self.family, self.adapter = loaded, folder, adapter.family, adapter
+        self.loaded, self.folder, self.family = loaded, folder, family
         self.dataset, self.steps_per_epoch = batches.dataset, batches.steps_per_epoch
         self.day, self.total = day, total
         self.written: list[Path] = []
 
-    def save(self, step: int, *, intermediate: bool) -> list[Path]:
+    def save(self, adapter: Adapter, step: int, *, intermediate: bool) -> list[Path]:
         """Write every format asked for; intermediate files beyond `manter_ultimos` go."""
         output, paths = self.loaded.config.output, []
         metadata = describe(self.family, self.loaded.config, self._facts(step))
         for format_ in output.formats:
             path = self.folder.adapter(format_, step if intermediate else None)
-            paths.append(save_adapter(self.adapter, self.family, path, format_, output.precision, metadata))
+            with host_memory():
+                paths.append(save_adapter(adapter, self.family, path, format_, output.precision, metadata))
             keep_last(self.folder.intermediate(format_), output.keep_last)
         self.written = paths
-        if self.adapter.is_untrained():
+        if adapter.is_untrained():
             log.warning(_no_effect(step))
         return paths
 
-    def finish(self, model: nn.ModuleDict, step: int) -> list[str]:
+    def finish(self, model: nn.ModuleDict, adapter: Adapter, step: int) -> list[str]:
         """Write the final files and prove each; the lines that "done" prints."""
         lines = []
-        for path in self.save(step, intermediate=False):
-            lines.append(_line(verify(model, self.adapter, self.family, path, self.family.probe), step, self.total))
+        for path in self.save(adapter, step, intermediate=False):
+            lines.append(_line(verify(model, adapter, self.family, path, self.family.probe), step, self.total))
         return lines
 
     def _facts(self, step: int) -> RunFacts:

@@ -36,6 +36,8 @@ class Choice:
     allowance: Allowance
     reason: str
     notices: tuple[str, ...] = ()
+    spills: bool = False
+    """The driver would move what does not fit into shared memory."""
 
     @property
     def available(self) -> int | None:
@@ -80,7 +82,7 @@ def pick(
         notices = [*notices, *more]
     preset, why = _preset(memory, budget, earlier)
     notices += _too_small(preset, budget)
-    return Choice(device, card, preset, budget, allowance, f"{reason}{why}", tuple(notices))
+    return Choice(device, card, preset, budget, allowance, f"{reason}{why}", tuple(notices), machine.spills)
 
 
 def fitting_preset(budget: int) -> str:

@@ -1,13 +1,14 @@
 """Images drawn during training: the same prompts and noise, base beside adapter, in one labelled PNG.
 
 A preview never harms the run: it draws from its own random numbers, leaves the model in training mode, and whatever goes
-wrong is reported and forgotten. The base's pictures are drawn once. A measure (the demo's concept score) looks at such
-pictures before and after training.
+wrong is reported and forgotten. When memory runs out it is tried again one image at a time and in tiles, as all later ones
+are then; if that fails too, it is skipped. The base's pictures are drawn once. A measure (the demo's concept score) looks
+at such pictures before and after training.
 """
 
-import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +21,13 @@ from .data.encode import Encoder
 from .errors import t
 from .families._base import Example, Family, Sampling
 from .memory._base import MemoryPlan
+from .memory.attention_slicing import slice_where_unfused
+from .memory.caching import OnOom
+from .memory.recover import free_memory, is_out_of_memory
+from .memory.vae_tiling import decodes_tiled, tiled
 from .progress import Metrics, Terminal
 from .run_folder import RunFolder
+from .tracker import hold
 
 MARGIN, LABEL_HEIGHT, SMALLEST_CELL = 12, 34, 192
 MEASURES = {"demo": "lora_trainer.demo.score"}
@@ -29,9 +35,11 @@ MEASURES = {"demo": "lora_trainer.demo.score"}
 
 
 class Previews:
-    """Draws prompts with the model as it is. `plan` is set when the model is loaded."""
+    """Draws prompts with the model as it is. `plan` is set when the model is loaded, and whenever it changes."""
 
     plan: MemoryPlan
+    on_oom: OnOom
+    """Told of the rung that is taken when memory runs out; an event in the metrics, unless it is set."""
 
     def __init__(
         self,
@@ -51,6 +59,10 @@ class Previews:
         self.base_images: list[Image.Image] = []
         self.measure = _measure(self.settings.measure)
         self.score_before: float | None = None
+        self.on_oom = lambda phase, rung: metrics.event("oom", phase=phase, rung=rung)
+        self.careful = False
+        """After the first out-of-memory: one image at a time, in tiles."""
+        self._told: set[type[Exception]] = set()
 
     def captions(self) -> list[str]:
         """Every text to encode ahead; the negative prompt is the last of each set."""
@@ -72,21 +84,29 @@ class Previews:
             make_grid(self.settings.prompts, columns, [self.base_images, images]).save(path)
             self.metrics.event("preview", step=step, file=path.name)
         except Exception as error:  # whatever it is, training goes on
-            self.terminal.warn(
-                t(pt=f"amostra do passo {step} falhou: {error}", en=f"preview at step {step} failed: {error}")
-            )
-            self.metrics.event("preview_failed", step=step, problem=f"{type(error).__name__}: {error}")
+            problem = f"{type(error).__name__}: {error}"
+            text = t(pt=f"amostra do passo {step} falhou: {error}", en=f"preview at step {step} failed: {error}")
+            self._tell_once(error, text)
+            self.metrics.event("preview_failed", step=step, problem=problem)
         finally:
-            _release(self.device)
+            free_memory(self.device)
+
+    def _tell_once(self, error: Exception, text: str) -> None:
+        """What goes wrong at every preview is a warning the first time, and then a line of the log."""
+        (self.terminal.note if type(error) in self._told else self.terminal.warn)(text)
+        self._told.add(type(error))
 
     def measure_before(self, model: nn.ModuleDict, adapter: Adapter) -> None:
         if self.measure:
             with adapter.disabled():
                 self.score_before = self._score(model)
+            free_memory(self.device)
 
     def measure_after(self, model: nn.ModuleDict) -> None:
         if self.measure and self.score_before is not None:
             after = self._score(model)
+            if after is None:
+                return
             self.metrics.event("concept_score", before=self.score_before, after=after)
             scores = f"{self.score_before:.2f} → {after:.2f}"
             self.terminal.say(
@@ -97,12 +117,38 @@ class Previews:
         measure, chunk = self.measure, 8
         return Sampling(self.sampling.size, measure.INFERENCE_STEPS, measure.GUIDANCE_SCALE, measure.SEED, chunk)
 
-    def _score(self, model: nn.ModuleDict) -> float:
+    def _score(self, model: nn.ModuleDict) -> float | None:
+        """None where there is not enough memory for the pictures."""
         assert self.measure is not None
-        return float(self.measure.concept_score(self._pictures(model, self.measure.PROMPTS, "", self._measured())))
+        try:
+            pictures = self._pictures(model, self.measure.PROMPTS, "", self._measured())
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._tell_once(error, t(pt=f"nota do conceito: {error}", en=f"concept score: {error}"))
+            return None
+        return float(self.measure.concept_score(pictures))
+
+    def _pictures(
+        self, model: nn.ModuleDict, prompts: Sequence[str], negative: str, sampling: Sampling
+    ) -> list[Image.Image]:
+        """As many at once as `sampling` says; after an out-of-memory all of them again, with care."""
+        while True:
+            try:
+                return self._drawn(model, prompts, negative, replace(sampling, chunk=1) if self.careful else sampling)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                problem = str(error)  # the error itself holds on to what must be freed
+            free_memory(self.device)
+            if self.careful:
+                self.on_oom("preview", "skipped")
+                raise torch.OutOfMemoryError(problem)
+            self.careful = True
+            self.on_oom("preview", "one")
 
     @torch.no_grad()
-    def _pictures(
+    def _drawn(
         self, model: nn.ModuleDict, prompts: Sequence[str], negative: str, sampling: Sampling
     ) -> list[Image.Image]:
         with _evaluating(model):
@@ -110,7 +156,14 @@ class Previews:
                 *positive, without = self._conditions(model, [*prompts, negative], sampling.size)
                 latents = self.family.sample(model, positive, without, sampling)
             vae = self.family.load_vae(self.device, self.dtype)
-            return [to_image(self.family.decode_image(vae, one[None])[0]) for one in latents]
+            hold(vae)
+            slice_where_unfused(vae, self.device, self.family.vae_dtype(self.dtype))
+            with tiled(vae, self._in_tiles(sampling.size)):
+                return [to_image(self.family.decode_image(vae, one[None])[0]) for one in latents]
+
+    def _in_tiles(self, size: tuple[int, int]) -> bool:
+        choice = self.encoder.encoding.preview_tiling
+        return decodes_tiled("yes" if self.careful and choice == "auto" else choice, size)
 
     def _conditions(self, model: nn.ModuleDict, prompts: Sequence[str], size: tuple[int, int]) -> list[Example]:
         """Encoded prompts: from the cache, or by the encoders in training."""
@@ -130,12 +183,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(training)
-
-
-def _release(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _measure(name: str | None) -> Any:

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from .errors import t
+from .tracker import MemoryTracker
 
 GIB = 2**30
 PLAIN_LINE_SECONDS = 15.0
@@ -184,16 +185,19 @@ def _drop_partial_line(path: Path) -> None:
 
 
 class Phases:
-    """Peak bytes by phase: the allocator's on a CUDA device, the process's resident memory on the CPU."""
+    """Peak bytes by phase: the allocator's on a CUDA device, a tracker's where the CPU imitates a card, else the process's
+    resident memory."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, tracker: MemoryTracker | None = None) -> None:
+        self.device, self.tracker = device, tracker
         self.peaks: dict[str, int] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
+        if self.tracker is not None:
+            self.tracker.peak = self.tracker.now
         try:
             yield
         finally:
@@ -202,6 +206,8 @@ class Phases:
     def current_peak(self) -> int:
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
+        if self.tracker is not None:
+            return self.tracker.peak
         return peak_resident_bytes()
 
 

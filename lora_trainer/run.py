@@ -6,6 +6,7 @@ model, adapter, techniques → loop with saves, validation and previews → file
 
 import logging
 import random
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -24,13 +25,17 @@ from .data.report import summary_lines, token_lines
 from .errors import Interrupted, UserError, t
 from .families import resolve
 from .interrupt import StopRequest
-from .memory.cap import cap_process
-from .memory.techniques import make_plan
+from .memory.caching import rung_title
+from .memory.cap import cap_process, spill_warning
+from .memory.ram import Ram, ram_notice
 from .outputs import Outputs
 from .picker import Choice, settle
+from .planning import Planning
 from .preview import Previews
 from .progress import Metrics, Phases, Terminal, peak_resident_bytes, write_json
 from .run_folder import Lock, RunFolder, check, claim
+from .setup import Setup, Target
+from .tracker import MemoryTracker
 from .training import Session, Training
 
 
@@ -76,10 +81,15 @@ class Run:
         self.open_base()
         self.read_data()
         self.stop.check()
+        self.settle_plan(resume)
         self.claim_folder(resume)
         self.remember_facts()
         if resume and self.already_done():
             return
+        with self.within_limit():
+            self.work(resume)
+
+    def work(self, resume: bool) -> None:
         with self.phases.phase("cache"):
             self.encode()
         self.stop.check()
@@ -87,7 +97,7 @@ class Run:
             training = self.load_model()
         start = training.restore() if resume else 0
         self.stop.check()
-        self.previews.measure_before(training.model, training.adapter)
+        self.previews.measure_before(training.setup.model, training.setup.adapter)
         self.folder.done.unlink(missing_ok=True)  # a finished run that is being extended is not finished
         with self.phases.phase("train"), self.stop.waiting_for_step():
             training.loop(start)
@@ -109,7 +119,10 @@ class Run:
         notices += optimizers.optimizer_notices(self.config.training, self.device)
         for notice in notices:
             self.terminal.warn(notice)
-        self.phases = Phases(self.device)
+        self.tracker = None
+        if self.device.type == "cpu" and self.choice.available is not None:
+            self.tracker = MemoryTracker(limit=self.choice.available, record=False)
+        self.phases = Phases(self.device, self.tracker)
         quiet_libraries()
         optimizers.probe(self.config.training, self.device)
 
@@ -135,6 +148,32 @@ class Run:
             self.terminal.warn(warning)
         for note in self.dataset.notes.notes:
             self.terminal.say(note)
+
+    def settle_plan(self, resume: bool) -> None:
+        self.planning = Planning(self.loaded, self.choice, self.precision, self.folder, self.terminal, self.metrics)
+        training = self.config.training
+        batches = BatchPlan(self.dataset, training.batch_size, training.gradient_accumulation_steps, seed=0)
+        worst = batches.worst()
+        self.loaded = self.planning.settle(self.family.source, (len(worst), batches.size(worst)), resume=resume)
+        self.config = self.loaded.config
+        for warning in self._shortages():
+            self.terminal.warn(warning)
+
+    def _shortages(self) -> list[str]:
+        """RAM that will not suffice, and a card whose driver would hide that it is full."""
+        found, warnings = self.planning.found, []
+        needed = found.host if found is not None else 0
+        if self.device.type == "cpu":
+            needed += self.family.num_bytes(self.precision.frozen)
+        warnings.append(ram_notice(needed, Ram.read()))
+        if self.choice.card is not None and found is not None:
+            total = self.choice.allowance.total(found.peak)
+            warnings.append(spill_warning(total, self.choice.card, self.choice.spills))
+        return [warning for warning in warnings if warning]
+
+    def within_limit(self) -> AbstractContextManager[object]:
+        """A card is capped by its allocator; on the CPU, a tracker keeps an imitated card's limit."""
+        return self.tracker or nullcontext()
 
     def claim_folder(self, resume: bool) -> None:
         """Only now: a start that fails on its base or data leaves an earlier run where it was."""
@@ -192,13 +231,22 @@ class Run:
         dtype = self.precision.frozen
         cached = caches_text(self.config.data.cache_text_encoder, self.config.model.train_text_encoder)
         self.encoder = Encoder(
-            self.family, Cache(self.cache_dir), self.config.data, self.family.vae_dtype(dtype), dtype, cached
-        )
+            self.family, Cache(self.cache_dir), self.config.data, self.family.vae_dtype(dtype), dtype, cached,
+            self.planning.encoding,
+        )  # fmt: skip
         self.previews = Previews(self.family, self.config, self.encoder, self.device, self.terminal, self.metrics)
+        self.previews.on_oom = self._heard
         with self.terminal.steps() as progress:
-            counts = encode_dataset(self.dataset, self.encoder, self.device, self.previews.captions(), progress)
+            captions = self.previews.captions()
+            counts = encode_dataset(self.dataset, self.encoder, self.device, captions, progress, self._heard)
+        self.planning.write(encoding=self.encoder.encoding.to_json())
         self._say_cache(counts)
         self.loader = Loader(self.dataset, self.encoder, self.seed)
+
+    def _heard(self, phase: str, rung: str) -> None:
+        """Memory ran out outside of training, and went down a ladder."""
+        self.metrics.event("oom", phase=phase, rung=rung)
+        self.terminal.warn(rung_title(phase, rung))
 
     def _say_cache(self, counts: EncodeCounts) -> None:
         self.terminal.phase(
@@ -213,39 +261,33 @@ class Run:
     # -- training
 
     def load_model(self) -> Training:
-        self.plan = make_plan(self.config, self.precision, self.device, self.folder.state)
-        self.previews.plan = self.plan
+        target = Target(
+            self.family, self.config, self.device, self.precision, self.seed,
+            with_text=not self.loader.encoder.cache_text, folder=self.folder.state, tell=self.terminal.warn,
+        )  # fmt: skip
         session = Session(
-            self.loaded, self.folder, self.terminal, self.metrics, self.stop, self.phases, self.device, self.seed
+            self.loaded, self.folder, self.terminal, self.metrics, self.stop, self.phases, self.planning
         )
-        training = Training(session, self.family, self.plan, self.batches, self.loader, self.previews, self.total)
-        training.build(self.precision.frozen)
-        rows = [
-            [row.component, row.dtype, row.device, f"{row.parameters:,}"]
-            for row in hardware.describe_parts(training.model)
-        ]
+        setup = Setup(target, self.planning.rung)
+        training = Training(session, setup, self.batches, self.loader, self.previews, self.total)
+        training.build()
+        self.planning.write(device=str(self.device), precision=self.precision.name, techniques=setup.techniques())
+        parts = [*self.encoder.parts, *hardware.describe_parts(setup.model)]
+        rows = [[row.component, row.dtype, row.device, f"{row.parameters:,}"] for row in parts]
         title = t(pt="componente / precisão / dispositivo", en="component / dtype / device")
         self.terminal.table(title, ["", "", "", t(pt="parâmetros", en="parameters")], rows)
-        training.outputs = Outputs(self.loaded, self.folder, training.adapter, self.batches, self.day, self.total)
+        training.outputs = Outputs(self.loaded, self.folder, self.family, self.batches, self.day, self.total)
         return training
 
     def finish(self, training: Training) -> None:
-        with optimizers.evaluation_weights(training.optimizer):
-            with self.phases.phase("preview"):
-                if self.config.samples.prompts:
-                    self.previews.draw(training.model, training.adapter, self.total, self.folder)
-                self.previews.measure_after(training.model)
-            with self.phases.phase("save"):
-                lines = training.outputs.finish(training.model, self.total)
-        write_json(
-            self.folder.path / "plano.json",
-            {
-                "techniques": [type(technique).__name__ for technique in self.plan.ordered()],
-                "device": str(self.device),
-                "precision": self.precision.name,
-                "peak_bytes": self.phases.peaks,
-                "peak_rss": peak_resident_bytes(),
-            },
+        with self.phases.phase("preview"), optimizers.evaluation_weights(training.setup.optimizer):
+            if self.config.samples.prompts:
+                self.previews.draw(training.setup.model, training.setup.adapter, self.total, self.folder)
+            self.previews.measure_after(training.setup.model)
+        with self.phases.phase("save"):
+            lines = training.finish()
+        self.planning.write(
+            techniques=training.setup.techniques(), peak_bytes=self.phases.peaks, peak_rss=peak_resident_bytes()
         )
         write_json(self.folder.done, {"steps": self.total})
         files = [path.name for path in training.outputs.written]

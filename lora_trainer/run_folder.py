@@ -35,6 +35,10 @@ class RunFolder:
         return self.path / "metricas.jsonl"
 
     @property
+    def plan(self) -> Path:
+        return self.path / "plano.json"
+
+    @property
     def facts(self) -> Path:
         """What the run drew or noted when it first started: seed, day."""
         return self.state / "execucao.json"

@@ -3,7 +3,8 @@
 A dispatch mode sees every storage an operator returns and when it is freed; sizes are rounded to 512 bytes as the CUDA
 caching allocator does. Causes that are only known later (gradients, optimizer state, what autograd kept for the backward
 pass) are told afterwards, so the breakdown is worked out from the recorded lives at the end. Storages made within
-`host_memory()` count as host RAM. With a `limit`, going over it raises torch.OutOfMemoryError, as a smaller card would.
+`host_memory()` count as host RAM; so does whatever is on the CPU while a card computes. With a `limit`, going over it
+raises torch.OutOfMemoryError, as a smaller card would.
 """
 
 import functools
@@ -14,13 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 ROUNDING = 512
 CAUSES = ("frozen", "adapter", "gradients", "optimizer", "activations", "temporary")
+_DEVICE = torch.ops.prim.device.default
 _making_host_memory = False
 _active: "MemoryTracker | None" = None
 
@@ -40,6 +42,12 @@ def count_transfer(count: int) -> None:
     """Tell the tracker, if one is watching, of bytes copied between host and device."""
     if _active is not None:
         _active.transferred += count
+
+
+def hold(model: nn.Module) -> None:
+    """Tell the tracker, if one is watching, of a model whose weights came from files: no operator returned them."""
+    if _active is not None:
+        mark_resident(model, _active)
 
 
 @dataclass
@@ -68,11 +76,16 @@ class _Span:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """`record=False` keeps only `now` and `peak`, for long runs under a limit."""
+    """`record=False` keeps only `now` and `peak`, for long runs under a limit.
 
-    def __init__(self, *, limit: int | None = None, record: bool = True) -> None:
+    `device`: where the run computes. On a card, what lies on the CPU is host RAM; on the CPU, and where it is not said,
+    only what is made within `host_memory()`.
+    """
+
+    def __init__(self, *, limit: int | None = None, record: bool = True, device: torch.device | None = None) -> None:
         super().__init__()
         self.limit, self.record = limit, record
+        self._on_card = device is not None and device.type != "cpu"
         self.now = self.peak = self.host_now = self.host_peak = 0
         self.flops = 0
         self.transferred = 0
@@ -92,13 +105,20 @@ class MemoryTracker(TorchDispatchMode):
         _active = self._outer
         super().__exit__(*exc)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else each call passes through torch.compile's switches, which take longer than the tracker
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default and hasattr(args[0], "fake_device"):
+        if func is _DEVICE and hasattr(args[0], "fake_device"):
             return args[0].fake_device  # asked twice as often as anything is computed
         out = func(*args, **kwargs)
         if (packet := func._overloadpacket) in flop_registry:
             self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
+        if isinstance(out, Tensor):
+            self.add(out)
+            return out
         for value in tree_iter(out):
             if isinstance(value, Tensor):
                 self.add(value)
@@ -106,19 +126,27 @@ class MemoryTracker(TorchDispatchMode):
 
     def add(self, tensor: Tensor, cause: str | None = None) -> None:
         """Count a tensor's storage (once); for tensors that no operator returned, such as loaded weights."""
-        if tensor.device.type == "meta" and not hasattr(tensor, "fake_mode"):
+        kind = tensor.device.type
+        if kind == "meta" and not hasattr(tensor, "fake_mode"):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._live:
-            if cause:
-                self._live[key][1].cause = cause
-            return
+        if (entry := self._live.get(key)) is not None:
+            if cause is None:
+                return
+            entry[1].cause = cause
+            if not entry[1].host or (self._on_card and kind == "cpu"):
+                return
+            self._drop(key)  # made as host memory and kept where it was: on the CPU, device memory from now on
         size = -(-storage.nbytes() // ROUNDING) * ROUNDING
         if size == 0:
             return
+        host = (_making_host_memory and cause is None) or (self._on_card and kind == "cpu")
+        self._count(storage, key, size, host, cause)
+
+    def _count(self, storage: Any, key: int, size: int, host: bool, cause: str | None) -> None:
         self._clock += 1
-        life = _Life(size, _making_host_memory, self._clock, cause=cause)
+        life = _Life(size, host, self._clock, cause=cause)
         self._live[key] = (weakref.ref(storage, functools.partial(self._drop, key)), life)
         if self.record:
             self._lives.append(life)
@@ -146,7 +174,7 @@ class MemoryTracker(TorchDispatchMode):
             self.now -= life.size
 
     def mark(self, tensors: Iterable[Tensor], cause: str) -> None:
-        """Say what these tensors are; those not seen yet start to count now, as device memory."""
+        """Say what these tensors are; those not seen yet, or seen as host memory, count as device memory from now on."""
         for tensor in tensors:
             self.add(tensor, cause)
 
@@ -201,3 +229,11 @@ class MemoryTracker(TorchDispatchMode):
             if not life.host and life.birth <= moment and (life.death is None or life.death > moment):
                 causes[life.cause or "temporary"] += life.size
         return causes
+
+
+def mark_resident(model: nn.Module, tracker: MemoryTracker) -> None:
+    """Tell which tensors of a model stay on the device: all but those of layers that have a `home` in host memory."""
+    modules = [module for module in model.modules() if not hasattr(module, "home")]
+    held = [x for m in modules for x in (*m._parameters.values(), *m._buffers.values()) if x is not None]
+    tracker.mark((x for x in held if not x.requires_grad), "frozen")
+    tracker.mark((x for x in held if x.requires_grad), "adapter")

@@ -1,59 +1,43 @@
-"""The training phase: model, adapter and optimizer built, resumed, stepped, saved, validated.
+"""The training phase: steps, and what is due between two of them; tighter plans when memory runs out.
 
-run.py knows what comes before and after; loop.py makes the steps; this module does what is due between two of them.
+run.py knows what comes before and after; loop.py makes the steps; setup.py builds what is trained. Every step is a pure
+function of the state before it, so after an out-of-memory the same step is done again.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from . import adapters, hardware, optimizers, schedules
+from . import optimizers, schedules
 from .checkpoint import State, load_state, save_state
-from .config import names
 from .config.loading import Loaded
-from .config.schema import Config
-from .data.batches import BatchPlan, Loader
-from .errors import ConfigError, DivergedError, Interrupted, MachineError, UserError, t
-from .families._base import Batch, Family
+from .config.names import Key
+from .data.batches import BatchPlan, Draw, Loader
+from .errors import DivergedError, DoesNotFitError, Interrupted, MachineError, UserError, t
+from .families._base import Batch
 from .interrupt import StopRequest
-from .loop import StepReport, Trainee, to_device
+from .loop import StepReport, StepsInBackward, gradients, to_device
 from .loop import train as training_loop
-from .memory._base import MemoryPlan
+from .memory.measured import Measured
+from .memory.recover import MICRO_BATCH, Shortage, attempt, next_rung
 from .outputs import Outputs
+from .planning import Planning
 from .preview import Previews
 from .progress import Metrics, Phases, Terminal, gib
+from .resume import changes, data_changed
 from .run_folder import RunFolder
+from .setup import Setup
+
+if TYPE_CHECKING:
+    from .memory.profile import Profiler
 
 STATE_EVERY_SECONDS = 180.0
 """How often the state is saved when `saida.salvar_cada` does not say."""
-
-
-FIXED = ("training.optimizer", "training.use_8bit_optimizer", "training.lora_plus_ratio")
-"""Besides all of `model`, options that a run may not change when it resumes."""
-FREE = ("epochs", "max_steps", "validate_every", "gradient_checkpointing")
-"""Options of `training` that change nothing of what was trained so far."""
-
-
-PATHS = {"base_model", "vae", "tokenizer", "architecture", "initial_lora"}
-
-
-def resume_options(config: Config, seed: int) -> dict[str, Any]:
-    """What a state depends on, by "section.option"; paths are left out, since they may move."""
-    model = config.model.model_dump(mode="json", exclude=PATHS | {"family"})
-    training = config.training.model_dump(mode="json", exclude=set(FREE))
-    flat = {f"model.{name}": value for name, value in model.items()}
-    flat |= {f"training.{name}": value for name, value in training.items()}
-    return {**flat, "system.seed": seed, "data.resolution": list(config.data.resolution)}
-
-
-def _shown(key: str) -> str:
-    section, _, name = key.partition(".")
-    return names.options()[section, name].shown()
+RETRIES = 3
+"""Below the last rung: memory that another program took may come back."""
 
 
 @dataclass(frozen=True)
@@ -66,54 +50,38 @@ class Session:
     metrics: Metrics
     stop: StopRequest
     phases: Phases
-    device: torch.device
-    seed: int
+    planning: Planning
 
 
 class Training:
-    """`build` first; then `restore` if the run resumes; then `loop`. `outputs` is set between them."""
+    """`build` first; then `restore` if the run resumes; then `loop` and `finish`. `outputs` is set between them."""
 
-    model: nn.ModuleDict
-    adapter: adapters.Adapter
     outputs: Outputs
 
     def __init__(
-        self,
-        session: Session,
-        family: Family,
-        plan: MemoryPlan,
-        batches: BatchPlan,
-        loader: Loader,
-        previews: Previews,
-        total: int,
+        self, session: Session, setup: Setup, batches: BatchPlan, loader: Loader, previews: Previews, total: int
     ) -> None:
-        self.session, self.config, self.family, self.plan = session, session.loaded.config, family, plan
+        self.session, self.config, self.setup = session, session.loaded.config, setup
         self.batches, self.loader, self.previews, self.total = batches, loader, previews, total
         self.terminal, self.metrics = session.terminal, session.metrics
+        self.fixed: frozenset[Key] = session.loaded.settled
+        if self.config.memory.optimizer_in_backward == "yes":
+            self.fixed |= {MICRO_BATCH}
+        self.measured = Measured(session.planning.choice, session.planning.training_peak)
+        self.retries, self.last_state = 0, time.monotonic()
+        self.steps: Iterator[StepReport] | None = None
+        self.profiler: Profiler | None = None
+        if self.config.memory.profile:
+            from .memory import profile
 
-    def build(self, dtype: torch.dtype) -> None:
-        """Load the frozen base in `dtype`, put the adapter on it, apply the plan, make the optimizer."""
-        config = self.config
-        self.model = self.family.load_model(
-            self.session.device,
-            dtype,
-            with_text=not self.loader.encoder.cache_text,
-            prepare=lambda model: self.plan.convert(model, self.family.blocks(model)),
-        )
-        for notice in adapters.check_base(self.model):
-            self.terminal.warn(notice)
-        groups = self.family.blocks(self.model)
-        seed, formats = self.session.seed, config.output.formats
-        self.adapter = adapters.inject(self.model, self.family, config.model, seed, formats=formats)
-        if config.model.initial_lora:
-            self.adapter.load_file(Path(config.model.initial_lora))
-        hardware.assert_trainable_float32(self.model)
-        self.plan.wrap(self.model, groups)
-        self.optimizer = self.plan.build_optimizer(self._param_groups(), config.training)
-        self.scaler = self.plan.scaler()
+            self.profiler = profile.Profiler(session.folder.path / "perfil", setup.target.device, self.terminal, steps=total)
 
-    def _param_groups(self) -> optimizers.Groups:
-        return optimizers.param_groups(self.adapter.named_parameters(), self.config.training)
+    def build(self, state: State | None = None) -> None:
+        """What is trained; where it does not fit, by tighter rungs."""
+        while isinstance(shortage := attempt(lambda: self.setup.build(state)), Shortage):
+            self._drop()
+            self._tighten("load", shortage)
+        self.previews.plan = self.setup.plan
 
     def restore(self) -> int:
         """Go on from the newest whole state; returns the step to continue at."""
@@ -123,67 +91,98 @@ class Training:
                 t(pt="nenhum estado salvo: começando do passo 0", en="no saved state: starting at step 0")
             )
             return 0
-        self._compare(state)
-        self.adapter.load_state_dict(state.adapter)
-        optimizers.load_state(self.optimizer, state.optimizer, self.config.training)
-        self.scaler.load_state_dict(state.scaler)
+        for line in changes(state.facts["options"], self.setup.options()):
+            self.terminal.warn(line)
+        if state.facts["data"] != self.batches.dataset.fingerprint():
+            self.terminal.warn(data_changed())
+        self.setup.load(state)
         self.metrics.event("resumed", step=state.step)
         done = f"{state.step}/{self.total}"
         self.terminal.phase(t(pt=f"retomando do passo {done}", en=f"resuming at step {done}"))
         return state.step
 
-    def _compare(self, state: State) -> None:
-        """What changed since the state was saved: refused where it would spoil the run, else told."""
-        before, now = state.facts["options"], resume_options(self.config, self.session.seed)
-        changed = [key for key in now if before.get(key) != now[key]]
-        spoiling = [key for key in changed if key.startswith("model.") or key in FIXED]
-        if spoiling:
-            listed = "; ".join(f"{_shown(key)}: {before.get(key)} → {now[key]}" for key in spoiling)
-            raise ConfigError(
-                t(
-                    pt=f"não dá para retomar com outras opções de modelo ({listed})",
-                    en=f"cannot resume with other options of the model ({listed})",
-                ),
-                t(
-                    pt="use as mesmas, com o mesmo rank e os mesmos alvos, ou comece de novo com --recomecar",
-                    en="keep them, with the same rank and targets, or start over with --restart",
-                ),
-            )
-        for key in changed:
-            told = f"{_shown(key)}: {before.get(key)} → {now[key]}"
-            self.terminal.warn(t(pt=f"mudou desde o estado salvo: {told}", en=f"changed since the saved state: {told}"))
-        if state.facts["data"] != self.batches.dataset.fingerprint():
-            self.terminal.warn(
-                t(
-                    pt="as imagens, legendas ou buckets mudaram desde o estado salvo; "
-                    "a ordem daqui em diante é a do conjunto novo",
-                    en="images, captions or buckets changed since the state was saved; "
-                    "from here on the order is the new set's",
-                )
-            )
+    # -- out of memory
+
+    def _drop(self) -> None:
+        self.steps = None
+        vars(self.previews).pop("plan", None)
+        self.setup.drop()
+
+    def _tighten(self, phase: str, shortage: Shortage) -> bool:
+        """Take the next rung; whether all must be built anew for it. Raises DoesNotFitError below the last."""
+        before, rung = self.setup.rung, next_rung(self.setup.rung, self.fixed, phase)
+        self.retries += rung is None
+        self.session.planning.tightened(rung, phase, shortage.problem)
+        if self.retries > RETRIES:
+            raise self.session.planning.failure(phase, shortage.problem)
+        self.setup.rung = rung or before
+        return self.setup.rung.values != before.values
+
+    def _recover(self, phase: str, shortage: Shortage, step: int) -> int:
+        """Back to a whole state under a tighter plan; returns the step to go on at, an earlier one after a torn update."""
+        self.steps, setup = None, self.setup
+        torn = shortage.torn or (phase == "train" and isinstance(setup.optimizer, StepsInBackward))
+        setup.forget_gradients()
+        try:
+            anew = self._tighten("optimizer" if shortage.torn else phase, shortage)
+        except DoesNotFitError:
+            if not torn:
+                self.save_state(step)
+            raise
+        if not torn and not anew:
+            return step
+        state = load_state(self.session.folder.state) if torn else setup.state(step, self.batches.dataset.fingerprint())
+        self._drop()
+        self.build(state)
+        return state.step if state is not None else 0
+
+    def _sheltered(self, phase: str, step: int, duty: Callable[[], Any]) -> Any:
+        """What is due between two steps; where memory is short, again under tighter plans."""
+        while isinstance(result := attempt(duty), Shortage):
+            self._recover(phase, result, step)
+        return result
+
+    # -- the steps
 
     def loop(self, start: int) -> None:
         """All steps from `start` (optimizer steps already made) to the last, and what is due between them."""
-        params = list(self.adapter.named_parameters().values())
-        session, limit = self.session, self.config.training.max_grad_norm
-        trainee = Trainee(
-            self.family, self.model, params, self.optimizer, self.scaler, self.plan, session.device, session.seed, limit
-        )
-        self.last_state = before = time.monotonic()
+        step, self.last_state = start, time.monotonic()
         with self.terminal.bar(t(pt="treino", en="training"), self.total, start) as bar:
-            try:
-                for report in training_loop(trainee, self._windows(start), self._factor):
-                    self._record(report, time.monotonic() - before)
-                    peak = gib(session.phases.current_peak())
-                    bar.advance(1, f"{t(pt='perda', en='loss')} {report.loss:.4f}  {peak}")
-                    self._after_step(report.step)
-                    before = time.monotonic()
-            except DivergedError as error:
-                raise DivergedError(error.problem, f"{error.hint}; {self.outputs.last_good()}") from error
+            while step < self.total:
+                before = time.monotonic()
+                report = self._next_report(step)
+                if isinstance(report, Shortage):
+                    step = self._recover("train", report, step)
+                    bar.advance(step - bar.done)
+                    continue
+                step, self.retries = report.step, 0
+                self._record(report, time.monotonic() - before)
+                peak = gib(self.session.phases.current_peak())
+                bar.advance(1, f"{t(pt='perda', en='loss')} {report.loss:.4f}  {peak}")
+                self._after_step(step)
+
+    def _next_report(self, step: int) -> StepReport | Shortage:
+        steps = self.steps or training_loop(self.setup.trainee(), self._windows(step), self._factor)
+        self.steps = steps
+        try:
+            return attempt(lambda: self._watched(steps, step))
+        except DivergedError as error:
+            raise DivergedError(error.problem, f"{error.hint}; {self.outputs.last_good()}") from error
+
+    def _watched(self, steps: Iterator[StepReport], step: int) -> StepReport:
+        if self.profiler is None:
+            return next(steps)
+        with self.profiler.step(step + 1, self.setup.trainee()):
+            return next(steps)
 
     def _windows(self, start: int) -> Iterator[tuple[int, list[Batch]]]:
         for step in range(start, self.total):
-            yield step, [self.loader.load_batch(draws) for draws in self.batches.window(step)]
+            yield step, [self.loader.load_batch(draws) for draws in self._split(self.batches.window(step))]
+
+    def _split(self, window: list[list[Draw]]) -> list[list[Draw]]:
+        """The same examples in micro-batches no larger than the rung allows."""
+        size = self.setup.rung.micro_batch
+        return [draws[at : at + size] for draws in window for at in range(0, len(draws), size)]
 
     def _factor(self, step: int) -> float:
         return schedules.lr_factor(step, self.total, self.config.training)
@@ -198,6 +197,25 @@ class Training:
             samples_per_s=round(report.terms / max(seconds, 1e-9), 3),
             peak_vram=self.session.phases.current_peak(),
         )
+        if warning := self.measured.step(seconds):
+            self.terminal.warn(warning)
+
+    def _probe_worst(self, step: int) -> None:
+        """Gradients of the batch that needs most memory, thrown away: what does not fit shows now, not in an hour.
+
+        After the first step, when the optimizer's state is there too; twice where a window accumulates, beside its gradients.
+        """
+        worst = self.batches.worst()
+        seen = max(self.batches.cost(draws) for draws in self.batches.window(step - 1))
+        if seen >= self.batches.cost(worst) or isinstance(self.setup.optimizer, StepsInBackward):
+            return
+        times = min(2, len(self._split(self.batches.window(step))))
+        batch = self.loader.load_batch(self._split([worst])[0])
+        gradients(self.setup.trainee(), [batch] * times, step, self.setup.target.family.num_terms(batch))
+        self.setup.forget_gradients()
+        self.steps = None
+
+    # -- between two steps
 
     def _after_step(self, step: int) -> None:
         """Saves, validation and previews that are due, then the user's wish to stop."""
@@ -205,13 +223,17 @@ class Training:
         due = output.save_every and step % output.save_every == 0
         timed = not output.save_every and time.monotonic() - self.last_state > STATE_EVERY_SECONDS
         every = self.config.training.validate_every or self.batches.steps_per_epoch
-        with optimizers.evaluation_weights(self.optimizer):
-            if due and not last:
-                self.save_intermediate(step)
-            if self.batches.dataset.validation and (step % every == 0 or last):
-                self.validate(step)
-            if samples.prompts and samples.every and step % samples.every == 0 and not last:
-                self.previews.draw(self.model, self.adapter, step, self.session.folder)
+        if not self.measured.probed and not last:
+            rung = self.setup.rung
+            self._sheltered("train", step, lambda: self._probe_worst(step))
+            self.measured.probe_done(plan_changed=self.setup.rung is not rung)
+        if due and not last:
+            self._sheltered("save", step, lambda: self.save_intermediate(step))
+        if self.batches.dataset.validation and (step % every == 0 or last):
+            self._sheltered("validation", step, lambda: self.validate(step))
+        if samples.prompts and samples.every and step % samples.every == 0 and not last:
+            with optimizers.evaluation_weights(self.setup.optimizer):
+                self.previews.draw(self.setup.model, self.setup.adapter, step, self.session.folder)
         if due or timed or self.session.stop or last:
             self.save_state(step)
         if self.session.stop and not last:
@@ -227,7 +249,8 @@ class Training:
     def save_intermediate(self, step: int) -> None:
         """A full disk is told, and training goes on."""
         try:
-            path = self.outputs.save(step, intermediate=True)[0]
+            with optimizers.evaluation_weights(self.setup.optimizer):
+                path = self.outputs.save(self.setup.adapter, step, intermediate=True)[0]
         except MachineError as error:
             self.terminal.warn(str(error))
             self.metrics.event("not_saved", step=step, problem=error.problem)
@@ -236,7 +259,7 @@ class Training:
 
     def save_state(self, step: int) -> None:
         """A full disk is told, and training goes on (at the end, to the file that matters); when stopping, an error."""
-        if not self.adapter.is_finite():
+        if not self.setup.adapter.is_finite():
             raise DivergedError(
                 t(
                     pt=f"o LoRA tem valores não finitos no passo {step}; nada foi gravado",
@@ -244,10 +267,8 @@ class Training:
                 ),
                 t(pt="reduza treino.taxa_aprendizado", en="lower training.learning_rate"),
             )
-        facts = {"data": self.batches.dataset.fingerprint(), "options": resume_options(self.config, self.session.seed)}
-        adapter, optimizer, scaler = self.adapter.state_dict(), self.optimizer.state_dict(), self.scaler.state_dict()
         try:
-            save_state(self.session.folder.state, State(step, adapter, optimizer, scaler, facts))
+            save_state(self.session.folder.state, self.setup.state(step, self.batches.dataset.fingerprint()))
         except UserError as error:
             if self.session.stop:
                 raise
@@ -258,15 +279,28 @@ class Training:
     @torch.no_grad()
     def validate(self, step: int) -> None:
         """Mean loss of the held-out images: the same noise and timesteps every time."""
-        self.model.eval()
-        total, terms = 0.0, 0
-        for batch in self.loader.validation_batches(self.config.training.batch_size):
-            with self.plan.step_context():
-                total += self.family.loss(self.model, to_device(batch, self.session.device)).item()
-            terms += self.family.num_terms(batch)
-        self.model.train()
+        setup, total, terms = self.setup, 0.0, 0
+        size = min(self.config.training.batch_size, setup.rung.micro_batch)
+        setup.model.eval()
+        try:
+            with optimizers.evaluation_weights(setup.optimizer):
+                for batch in self.loader.validation_batches(size):
+                    with setup.plan.step_context():
+                        total += setup.target.family.loss(setup.model, to_device(batch, setup.target.device)).item()
+                    terms += setup.target.family.num_terms(batch)
+        finally:
+            setup.model.train()
         mean = total / terms
         self.metrics.write(step=step, validation_loss=mean)
         self.terminal.note(
             t(pt=f"passo {step}: perda de validação {mean:.5f}", en=f"step {step}: validation loss {mean:.5f}")
         )
+
+    def finish(self) -> list[str]:
+        """Write the final files and prove each; the lines that "done" prints."""
+
+        def save() -> list[str]:
+            with optimizers.evaluation_weights(self.setup.optimizer):
+                return self.outputs.finish(self.setup.model, self.setup.adapter, self.total)
+
+        return list(self._sheltered("save", self.total, save))

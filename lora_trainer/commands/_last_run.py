@@ -14,6 +14,7 @@ from ..config.loading import Loaded
 from ..config.schema import Config
 from ..errors import t
 from ..memory.advice import explain
+from ..memory.foresee import keys
 from ..memory.ram import killed_notice
 from ..run_folder import RunFolder
 
@@ -29,8 +30,12 @@ OPTION_OF_TECHNIQUE: dict[str, names.Key] = {
     "CastFp8": ("memory", "base_quantization"),
     "BlockStreaming": ("memory", "block_streaming"),
     "ActivationOffload": ("memory", "activation_offload"),
+    "OptimizerInBackward": ("memory", "optimizer_in_backward"),
+    "MixedPrecision": ("training", "mixed_precision"),
 }
 """Class name in plano.json -> the option that switches it."""
+WITHOUT_OPTION = frozenset({"AttentionSlicing", "EmbeddingOffload"})
+"""Techniques that follow from the machine or from other options."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class LastRun:
     causes: dict[str, int] = field(default_factory=dict)
     """Bytes at that peak."""
     techniques: list[str] = field(default_factory=list)
+    saves: dict[str, int] = field(default_factory=dict)
+    """Option that could be changed -> bytes that the plan says it would save."""
 
     @property
     def memory_ended(self) -> bool:
@@ -76,6 +83,7 @@ def read_last_run(loaded: Loaded) -> LastRun | None:
         phase=phase,
         causes=causes,
         techniques=[str(name) for name in plan.get("techniques", [])],
+        saves=_bytes(plan.get("saves")),
     )
 
 
@@ -91,7 +99,7 @@ def last_run_lines(run: LastRun, config: Config) -> list[str]:
         lines.append(t(pt=f"  faltou VRAM {count} vez(es)", en=f"  out of VRAM {count} time(s)"))
     if run.memory_ended or run.ooms:
         on = frozenset(OPTION_OF_TECHNIQUE[name] for name in run.techniques if name in OPTION_OF_TECHNIQUE)
-        lines += [f"  {line}" for line in explain(run.phase or "train", run.causes, config, on)]
+        lines += [f"  {line}" for line in explain(run.phase or "train", run.causes, config, on, keys(run.saves))]
     return lines
 
 
@@ -137,13 +145,19 @@ def _peak(plan: Mapping[str, Any], phase: str) -> tuple[str, dict[str, int]]:
     """(phase, bytes by cause): `phases` of the plan are GiB by cause."""
     recorded = plan.get("phases")
     phases = {
-        str(name): {str(cause): int(float(count) * GIB) for cause, count in causes.items() if _is_number(count)}
+        str(name): _bytes(causes)
         for name, causes in (recorded.items() if isinstance(recorded, dict) else ())
         if isinstance(causes, dict)
     }
     if phase not in phases and phases and not phase:
         phase = max(phases, key=lambda name: sum(phases[name].values()))
     return phase, {cause: count for cause, count in phases.get(phase, {}).items() if cause not in ("total", "host")}
+
+
+def _bytes(gib_by_name: Any) -> dict[str, int]:
+    """A mapping in GiB of plano.json, in bytes; what is no number is left out."""
+    items = gib_by_name.items() if isinstance(gib_by_name, dict) else ()
+    return {str(name): int(float(count) * GIB) for name, count in items if _is_number(count)}
 
 
 def _is_number(value: Any) -> bool:

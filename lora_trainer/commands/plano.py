@@ -2,8 +2,8 @@
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,23 @@ from rich.table import Table
 from ..card import GIB, Card
 from ..config import names, presets
 from ..config.loading import Loaded, load
-from ..errors import ConfigError, t
+from ..errors import ConfigError, language, t
 from ..hardware import Precision, choose_precision
 from ..memory.advice import cause_title, does_not_fit, explain, phase_title
-from ..memory.allowance import user_cache
-from ..memory.foresee import Foresight, Question, foresee, known_answer, named
+from ..memory.ask import ask
+from ..memory.foresee import Foresight, Tried, named
+from ..memory.ram import Ram, ram_notice
 from ..memory.speed import Speed, speed_of
 from ..picker import Choice, settle
 from ..progress import gib
 from ..sources import open_source
 from ..tracker import CAUSES
+from ._amount import Amount, amount_of, disk_bytes
 
 IMITATED = Card("", (8, 0))
 """A card that is not here is taken for one of the RTX 30 series: bf16."""
+CHECKPOINTING: names.Key = ("training", "gradient_checkpointing")
+ENCODING = ("text_streaming", "text_quantization", "vae_tiling")
 
 
 @dataclass(frozen=True)
@@ -38,16 +42,33 @@ class Planned:
     family: str | None
     found: Foresight
     speed: Speed
+    amount: Amount | None = None
+    """None without images to count."""
 
     @property
     def seconds(self) -> float:
         """Of one optimizer step."""
         return self.speed.seconds(self.found.flops, self.found.transferred)
 
+    def seconds_of(self, one: Tried) -> float:
+        return self.speed.seconds(one.flops, one.transferred)
+
     @property
     def allowance(self) -> int:
         """Bytes that tensors do not show, at the peak."""
         return self.choice.allowance.total(self.found.peak) - self.found.peak
+
+    @property
+    def values(self) -> dict[names.Key, Any]:
+        """All options solved, those of the caching phase too where they are on."""
+        encoding = {name: self.found.encoding.get(name) for name in ENCODING}
+        words = {name: "yes" if value is True else value for name, value in encoding.items()}
+        on = {("memory", name): word for name, word in words.items() if word not in (None, False, "no")}
+        return {**self.found.values, **on}
+
+    @property
+    def disk(self) -> int:
+        return disk_bytes(self.found, self.loaded.config, self.amount)
 
 
 def show(arguments: argparse.Namespace, settings: Sequence[str]) -> None:
@@ -61,7 +82,8 @@ def show(arguments: argparse.Namespace, settings: Sequence[str]) -> None:
         found, available = planned.found, planned.choice.available
         assert available is not None
         on = frozenset(key for key, value in found.values.items() if value not in ("no", None))
-        lines = explain(found.worst_phase, found.phases[found.worst_phase].causes, planned.loaded.config, on, {})
+        causes = found.phases[found.worst_phase].causes
+        lines = explain(found.worst_phase, causes, planned.loaded.config, on, found.saves)
         raise does_not_fit(found.peak, available, found.worst_phase, lines)
 
 
@@ -76,36 +98,36 @@ def plan(loaded: Loaded) -> Planned:
                 en="give --config, or model.base_model=…, or only the family: model.family=sdxl",
             ),
         )
-    loaded, choice = settle(loaded)
-    config, folder = loaded.config, user_cache() / "plans"
-    source = replace(open_source(config.model.base_model), planning=True) if config.model.base_model else None
-    question = Question(
-        config,
+    return plan_for(*settle(loaded))
+
+
+def plan_for(loaded: Loaded, choice: Choice) -> Planned:
+    """For a card that was chosen already."""
+    config = loaded.config
+    source = open_source(config.model.base_model) if config.model.base_model else None
+    found = ask(
+        loaded,
+        choice,
         source,
         planned_precision(loaded, choice).name,
-        config.training.batch_size,
-        config.training.gradient_accumulation_steps,
-        config.data.resolution,
-        bool(config.samples.prompts),
-        config.data.validation_fraction > 0,
-        choice.available,
-        frozenset(loaded.written),
+        worst=(config.training.batch_size, config.data.resolution),
+        previews=bool(config.samples.prompts),
+        validation=config.data.validation_fraction > 0,
     )
-    found = known_answer(question, folder) or foresee(question, folder)
     family = presets.family_of(config.model.base_model, config.model.family)
-    return Planned(loaded, choice, family, found, speed_of(choice.card, config.memory.vram))
+    return Planned(loaded, choice, family, found, speed_of(choice.card, config.memory.vram), amount_of(config))
 
 
 def planned_precision(loaded: Loaded, choice: Choice) -> Precision:
     """As the run would choose it; on a card that is only imitated, as a common card of today would."""
     setting = loaded.config.training.mixed_precision
-    if choice.card is None and loaded.config.memory.vram is not None:
+    if choice.card is None and choice.budget is not None:
         return choose_precision(setting, torch.device("cuda"), IMITATED)
     return choose_precision(setting, choice.device, choice.card)
 
 
 def as_json(planned: Planned) -> dict[str, Any]:
-    found, choice = planned.found, planned.choice
+    found, choice, amount = planned.found, planned.choice, planned.amount
     return {
         "fits": found.fits,
         "family": planned.family,
@@ -114,58 +136,113 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "allowance_gib": _gib(planned.allowance),
         "available_gib": None if choice.budget is None else _gib(choice.budget),
         "host_gib": _gib(found.host),
+        "disk_gib": _gib(planned.disk),
         "preset": choice.preset,
         "lossless": found.lossless,
         "seconds_per_step": round(planned.seconds, 3),
-        "plan": named(found.values),
+        "steps": amount and amount.steps,
+        "seconds": amount and round(planned.seconds * amount.steps, 1),
+        "plan": named(planned.values),
         "phases": {
             name: {"total": _gib(peak.total), "host": _gib(peak.host), **{c: _gib(n) for c, n in peak.causes.items()}}
             for name, peak in found.phases.items()
         },
-        "tried": [
-            {
-                "plan": named(one.values),
-                "peak_gib": _gib(one.peak),
-                "seconds_per_step": round(planned.speed.seconds(one.flops, one.transferred), 3),
-            }
-            for one in found.tried
-        ],
+        "without": {name: _gib(peak) for name, peak in named(found.without).items()},
+        "below": [_tried_as_json(planned, one) for one in found.below],
+        "saves": {name: _gib(saved) for name, saved in named(found.saves).items()},
+        "tried": [_tried_as_json(planned, one) for one in found.tried],
     }
+
+
+def _tried_as_json(planned: Planned, one: Tried) -> dict[str, Any]:
+    return {
+        "plan": named(one.values),
+        "micro_batch": one.micro_batch,
+        "peak_gib": _gib(one.peak),
+        "seconds_per_step": round(planned.seconds_of(one), 3),
+        "simulated": one.simulated,
+    }
+
+
+# -- for people
 
 
 def _print(planned: Planned) -> None:
     console, found = Console(highlight=False, soft_wrap=True), planned.found
     console.print(f"{planned.family} · {planned.choice.line()}", style="bold", markup=False)
     console.print(_phase_table(found))
-    total, budget = planned.choice.allowance.total(found.peak), planned.choice.budget
-    shown = gib(found.peak), gib(planned.allowance), gib(total)
+    console.print(_verdict(planned), style="green" if found.fits else "red", markup=False)
+    chosen = settings_text(planned.values)
+    console.print(t(pt=f"plano: {chosen}", en=f"plan: {chosen}"), markup=False)
+    for line in [*_reasons(planned), *_costs(planned)]:
+        console.print(line, markup=False)
+    if found.below and found.fits:
+        title = t(pt="se faltar memória no meio do treino, nesta ordem:", en="if memory runs out in mid-run, in this order:")
+        console.print(title, markup=False)
+        console.print(_below_table(planned))
+    if any(not one.simulated for one in found.below) or found.without:
+        console.print(t(pt="≈ calculado a partir de outra simulação", en="≈ worked out from another simulation"), style="dim")
+
+
+def _verdict(planned: Planned) -> str:
+    found, budget = planned.found, planned.choice.budget
+    parts = gib(found.peak), gib(planned.allowance), gib(planned.choice.allowance.total(found.peak))
     verdict = t(
         pt="pico dos tensores {} + contexto e folga {} = {}", en="peak of tensors {} + context and slack {} = {}"
-    ).format(*shown)
+    ).format(*parts)
     if budget is not None:
         fits = t(pt="cabe", en="fits") if found.fits else t(pt="não cabe", en="does not fit")
         verdict += t(pt=f", de {gib(budget)}: {fits}", en=f", of {gib(budget)}: {fits}")
-    console.print(verdict, style="green" if found.fits else "red", markup=False)
-    chosen = _settings(found.values)
-    console.print(t(pt=f"plano: {chosen}", en=f"plan: {chosen}"), markup=False)
-    seconds = f"{planned.seconds:.2f} s"
-    console.print(
-        t(
-            pt=f"por passo do otimizador: cerca de {seconds} ({planned.speed.source}); RAM ao lado: {gib(found.host)}",
-            en=f"per optimizer step: about {seconds} ({planned.speed.source}); host RAM beside it: {gib(found.host)}",
-        ),
-        markup=False,
+    return verdict
+
+
+def _reasons(planned: Planned) -> Iterator[str]:
+    """Why each technique is on: the peak without it."""
+    available = planned.choice.available
+    for key, peak in planned.found.without.items():
+        word = _short({key: planned.found.values[key]})
+        room = "" if available is None else t(pt=f" (há {gib(available)})", en=f" ({gib(available)} there)")
+        yield t(pt=f"  {word}: sem isso ≈ {gib(peak)}{room}", en=f"  {word}: without it ≈ {gib(peak)}{room}")
+    if CHECKPOINTING in planned.values and CHECKPOINTING not in planned.found.without and len(planned.found.without):
+        word = _short({CHECKPOINTING: planned.values[CHECKPOINTING]})
+        yield t(pt=f"  {word}: o que vem acima precisa disso", en=f"  {word}: what is above needs it")
+    if not planned.found.lossless:
+        yield t(
+            pt="  nada que preserve todos os números bastou: o que muda os números fica dentro de um limite",
+            en="  nothing that keeps every number was enough: what changes them does so within a bound",
+        )
+
+
+def _costs(planned: Planned) -> Iterator[str]:
+    amount, ram = planned.amount, Ram.read()
+    per_step, source = f"{planned.seconds:.2f} s", planned.speed.source
+    yield t(pt=f"tempo: cerca de {per_step} por passo ({source})", en=f"time: about {per_step} a step ({source})") + (
+        ""
+        if amount is None
+        else t(
+            pt=f"; {amount.steps} passos ({amount.images} imagens): {_duration(planned.seconds * amount.steps)}",
+            en=f"; {amount.steps} steps ({amount.images} images): {_duration(planned.seconds * amount.steps)}",
+        )
     )
-    for one in found.tried:
-        cost = planned.speed.seconds(one.flops, one.transferred)
-        console.print(f"  {gib(one.peak):>9}  {cost:6.2f} s  {_settings(one.values)}", markup=False)
+    host, free, disk = gib(planned.found.host), gib(ram.available), gib(planned.disk)
+    yield t(
+        pt=f"RAM ao lado da placa: {host} (há {free} livres); disco: cerca de {disk}",
+        en=f"host RAM beside the card: {host} ({free} free); disk: about {disk}",
+    )
+    if notice := ram_notice(planned.found.host, ram):
+        yield notice
+
+
+def _duration(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours} h {rest // 60:02d} min" if hours else f"{rest // 60} min {rest % 60:02d} s"
 
 
 def _phase_table(found: Foresight) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("GiB")
-    for title in (t(pt="total", en="total"), *map(cause_title, CAUSES), "RAM"):
-        table.add_column(title, justify="right")
+    table.add_column("GiB", no_wrap=True)
+    for title in ("total", *map(_column, CAUSES), "RAM"):
+        table.add_column(title, justify="right", no_wrap=True)
     for name, peak in found.phases.items():
         cells = [peak.total, *(peak.causes[cause] for cause in CAUSES), peak.host]
         style = "bold" if name == found.worst_phase else ""
@@ -173,14 +250,45 @@ def _phase_table(found: Foresight) -> Table:
     return table
 
 
-def _settings(values: Mapping[names.Key, Any]) -> str:
-    shown = [(names.options()[key], value) for key, value in values.items() if value not in ("no", None)]
-    words = [f"{option.shown().partition('.')[2]}: {_word(option, value)}" for option, value in shown]
-    return ", ".join(words) or t(pt="tudo na placa, sem economias", en="all on the card, no savings")
+def _column(cause: str) -> str:
+    short = {
+        "frozen": "base",
+        "gradients": t(pt="grad.", en="grads"),
+        "optimizer": t(pt="otim.", en="optim."),
+        "activations": t(pt="ativ.", en="activ."),
+        "temporary": "temp.",
+    }
+    return short.get(cause, cause_title(cause))
+
+
+def _below_table(planned: Planned) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    before = planned.found.values
+    batch, peak = planned.loaded.config.training.batch_size, planned.found.peak
+    for one in planned.found.below:
+        changed = {key: value for key, value in one.values.items() if before.get(key) != value}
+        change = _short(changed)
+        if one.micro_batch != batch:
+            change = t(pt=f"{one.micro_batch} imagem(ns) por vez", en=f"{one.micro_batch} image(s) at a time")
+        mark, seconds = "" if one.simulated else "≈ ", planned.seconds_of(one) - planned.seconds
+        saved = t(pt=f"economiza {gib(peak - one.peak)}", en=f"saves {gib(peak - one.peak)}")
+        table.add_row(f"  {change}", f"{mark}{gib(one.peak)}", saved, f"{seconds:+.2f} s")
+        before, batch = one.values, one.micro_batch
+    return table
+
+
+def settings_text(values: Mapping[names.Key, Any]) -> str:
+    on = {key: value for key, value in values.items() if value not in ("no", None)}
+    return _short(on) or t(pt="tudo na placa, sem economias", en="all on the card, no savings")
+
+
+def _short(values: Mapping[names.Key, Any]) -> str:
+    shown = [(names.options()[key], value) for key, value in values.items()]
+    return ", ".join(f"{option.shown().partition('.')[2]}: {_word(option, value)}" for option, value in shown)
 
 
 def _word(option: names.Option, value: Any) -> str:
-    return option.word(value, option.language_of(option.shown())) if isinstance(value, str) else f"{value:g}"
+    return option.word(value, language()) if isinstance(value, str) else f"{value:g}"
 
 
 def _gib(count: int) -> float:

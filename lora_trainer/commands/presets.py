@@ -43,7 +43,9 @@ class Row:
     predicted: Predicted | None
 
     def value(self, key: names.Key) -> Any:
-        return getattr(getattr(self.loaded.config, key[0]), key[1])
+        """As the plan solves it, where the preset leaves it open."""
+        solved = self.predicted.values if self.predicted else {}
+        return solved.get(key, getattr(getattr(self.loaded.config, key[0]), key[1]))
 
 
 def show(arguments: argparse.Namespace, settings: Sequence[str]) -> None:
@@ -53,7 +55,10 @@ def show(arguments: argparse.Namespace, settings: Sequence[str]) -> None:
     tables = {}
     for family in _families(loaded):
         known = loaded.config.model.base_model or loaded.config.model.family != "auto"
-        tables[family] = rows(loaded if known else load(path, [*settings, f"model.family={family}"], required=()))
+        # Every family there is would take minutes to predict.
+        tables[family] = (
+            rows(loaded) if known else rows(load(path, [*settings, f"model.family={family}"], required=()), lambda _: None)
+        )
     if arguments.json:
         print(json.dumps({"chosen": chosen.preset, "families": _as_json(tables)}, ensure_ascii=False, indent=2))
         return
@@ -99,7 +104,7 @@ def _table(family: str, found: Sequence[Row], chosen: str | None) -> Table:
         option = names.options()[key]
         table.add_row(option.shown().partition(".")[2], *(_shown(option, row.value(key)) for row in found))
     if any(row.predicted for row in found):
-        peaks = (gib(row.predicted.peak) if row.predicted else "" for row in found)
+        peaks = (_peak(row.predicted) for row in found)
         table.add_row(t(pt="pico previsto", en="predicted peak"), *peaks)
         times = (
             f"{row.predicted.seconds_per_step:.2f} s" if row.predicted and row.predicted.seconds_per_step else ""
@@ -107,6 +112,12 @@ def _table(family: str, found: Sequence[Row], chosen: str | None) -> Table:
         )
         table.add_row(t(pt="por passo", en="per step"), *times)
     return table
+
+
+def _peak(predicted: Predicted | None) -> str:
+    if predicted is None:
+        return ""
+    return gib(predicted.peak) + ("" if predicted.fits else t(pt=" (não cabe)", en=" (does not fit)"))
 
 
 def _shown(option: names.Option, value: Any) -> str:
@@ -124,6 +135,7 @@ def _row_as_json(row: Row) -> dict[str, Any]:
         "preset": row.preset,
         "budget_gib": round(preset_budget(row.preset) / GIB, 3),
         "peak_gib": round(row.predicted.peak / GIB, 3) if row.predicted else None,
+        "fits": row.predicted.fits if row.predicted else None,
         "seconds_per_step": row.predicted.seconds_per_step if row.predicted else None,
         "settings": {".".join(key): row.value(key) for key in SHOWN},
     }

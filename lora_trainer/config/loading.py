@@ -65,6 +65,11 @@ class Loaded:
     def run_dir(self) -> Path:
         return Path(self.config.output.dir) / self.name
 
+    @property
+    def settled(self) -> frozenset[Key]:
+        """Options that are the user's own and not `auto`: nobody else's to change."""
+        return frozenset(key for key in self.written if getattr(getattr(self.config, key[0]), key[1]) != "auto")
+
     def with_preset(self, name: str) -> "Loaded":
         """The same sources over this preset. What the user wrote stays stronger."""
         assert self.again is not None, "made by hand, not by load"

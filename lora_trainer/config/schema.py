@@ -36,6 +36,12 @@ WORDS: dict[str, dict[str, str]] = {
     "prediction_type": {"v": "v_prediction", "eps": "epsilon"},
     "bad_images": {"parar": "stop", "pular": "skip"},
     "uncaptioned": {"usar": "use", "pular": "skip", "parar": "stop"},
+    "text_format": {"conversas": "messages", "pergunta_resposta": "prompt_completion", "texto": "text"},
+    "chat_template": {"simples": "plain", "nenhum": "none"},
+    "loss_on": {"assistente": "assistant", "tudo": "all", "ultima": "last", "última": "last"},
+    "packing": _YES_NO,
+    "bad_rows": {"parar": "stop", "pular": "skip"},
+    "rows_without_target": {"descartar": "drop", "parar": "stop"},
     "crop": {"centro": "center", "aleatorio": "random"},
     "mask": {"nao": "no", "não": "no", "alfa": "alpha", "arquivos": "files"},
     "cache_text_encoder": {"sim": "yes", "nao": "no", "não": "no"},
@@ -126,8 +132,10 @@ class ModelConfig(Section):
 class DataConfig(Section):
     data_dir: LocalPath | None = option(
         None, pt="diretorio_dados",
-        doc_pt="Pasta das imagens: simples, com subpastas, ou no formato `10_nome` do kohya.",
-        doc_en="Image folder: plain, with sub-folders, or in kohya's `10_name` form.")
+        doc_pt="Pasta das imagens: simples, com subpastas, ou no formato `10_nome` do kohya. Ou os textos: arquivo .jsonl, "
+        ".json, .csv, .parquet, ou pasta.",
+        doc_en="Image folder: plain, with sub-folders, or in kohya's `10_name` form. Or the texts: a .jsonl, .json, .csv or "
+        ".parquet file, or a folder.")
     resolution: Resolution = option(
         (512, 512), pt="resolucao",
         doc_pt="Resolução de treino: 512, 512x768 ou [512, 768]; define a área dos buckets.",
@@ -226,9 +234,39 @@ class DataConfig(Section):
     prior_weight: Number = option(
         1.0, pt="peso_regularizacao", ge=0, le=1000,
         doc_pt="Peso da perda das imagens de preservação.", doc_en="Loss weight of prior-preservation images.")
+    text_format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = option(
+        "auto", pt="formato_texto",
+        doc_pt="Formato dos dados de texto; auto reconhece cada linha pelas colunas.",
+        doc_en="Schema of text data; auto recognises each row by its columns.")
+    chat_template: Text = option(
+        "auto", pt="formato_conversa",
+        doc_pt="Formato de conversa (chat template): auto usa o do tokenizador; ou chatml, llama3, mistral, gemma, phi3, "
+        "zephyr, alpaca, simples, nenhum.",
+        doc_en="Chat template: auto uses the tokenizer's; or chatml, llama3, mistral, gemma, phi3, zephyr, alpaca, plain, "
+        "none.")
+    loss_on: Literal["assistant", "all", "last"] = option(
+        "assistant", pt="perda_em",
+        doc_pt="O que se aprende de uma conversa: as respostas (assistente), tudo, ou só a ultima resposta.",
+        doc_en="What is learned of a conversation: the answers (assistant), all, or only the last answer.")
+    max_length: Integer = option(
+        2048, pt="comprimento_maximo", ge=8, le=2**20,
+        doc_pt="Tokens por exemplo e por linha de lote; conversas maiores são cortadas no fim, textos são divididos.",
+        doc_en="Tokens per example and per row of a batch; longer conversations are cut at the end, texts are split.")
+    packing: Switch = option(
+        "auto", pt="empacotar",
+        doc_pt="Junta exemplos curtos na mesma linha, sem que um veja o outro; auto: sim.",
+        doc_en="Put short examples into one row, none seeing another; auto: yes.")
+    bad_rows: Literal["stop", "skip"] = option(
+        "stop", pt="linhas_ruins",
+        doc_pt="Linha ilegível ou de colunas desconhecidas: parar ou pular.",
+        doc_en="A line that is unreadable or has unknown columns: stop or skip.")
+    rows_without_target: Literal["drop", "stop"] = option(
+        "drop", pt="linhas_sem_alvo",
+        doc_pt="Exemplo sem nada a aprender depois do corte: descartar (dizendo) ou parar.",
+        doc_en="An example with nothing to learn after the cut: drop (and say so) or stop.")
     validation_fraction: Number = option(
         0.0, pt="fracao_validacao", ge=0, le=0.5,
-        doc_pt="Parte das imagens guardada para validação.", doc_en="Share of the images held out for validation.")
+        doc_pt="Parte dos exemplos guardada para validação.", doc_en="Share of the examples held out for validation.")
 
 
 class TrainingConfig(Section):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..families._base import Batch, Example
+from ..tracker import host_memory
 from .dataset import Dataset
 from .encode import Encoder, View, views
 from .scan import ImageItem
@@ -52,6 +53,19 @@ class BatchPlan:
 
     def epoch(self, step: int) -> int:
         return step // self.steps_per_epoch
+
+    def worst(self) -> list[Draw]:
+        """The micro-batch that needs most memory."""
+        return max(self._batches(0), key=self.cost)
+
+    def cost(self, draws: Sequence[Draw]) -> int:
+        """Pixels in all."""
+        width, height = self.size(draws)
+        return width * height * len(draws)
+
+    def size(self, draws: Sequence[Draw]) -> tuple[int, int]:
+        """(width, height) of a micro-batch's images."""
+        return _target(self.dataset.examples[draws[0].item])
 
     def _make_batches(self, epoch: int) -> list[list[Draw]]:
         """Every draw gets a random key. Batches are cut from each bucket in key order and lined up by their middle
@@ -108,10 +122,12 @@ class Loader:
                 yield self._batch([self._image(i, View()) for i in chosen], captions, seeds, [1.0] * len(chosen))
 
     def _batch(self, examples: list[Example], captions: list[str], seeds: list[int], weights: list[float]) -> Batch:
-        texts = self._texts(captions)
-        batch = collate([{**image, **text} for image, text in zip(examples, texts, strict=True)], self.encoder.family)
-        batch["seeds"] = torch.tensor(seeds, dtype=torch.int64)
-        batch["weight"] = torch.tensor(weights, dtype=torch.float32)
+        with host_memory():
+            texts = self._texts(captions)
+            together = [{**image, **text} for image, text in zip(examples, texts, strict=True)]
+            batch = collate(together, self.encoder.family)
+            batch["seeds"] = torch.tensor(seeds, dtype=torch.int64)
+            batch["weight"] = torch.tensor(weights, dtype=torch.float32)
         return batch
 
     def _texts(self, captions: list[str]) -> list[Example]:

@@ -19,6 +19,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from ..errors import DivergedError, MachineError, t
+from ..tracker import host_memory
 from ._lora import Lora, LoraModule
 from .read import LoraFile, differences, read_lora, read_tensors
 from .readers import reader_for
@@ -54,9 +55,10 @@ def verify(
 
     `forward` runs a small fixed batch; under autocast it must return the dtype it computed in (it sets the bound).
     """
-    live = adapter.export()
-    file, dtype = _read_checked(path, adapter)
-    delta_difference = max(_delta_difference(file.lora[name], live[name]) for name in live)
+    with host_memory():
+        live = adapter.export()
+        file, dtype = _read_checked(path, adapter)
+        delta_difference = max(_delta_difference(file.lora[name], live[name]) for name in live)
     _require(delta_difference <= FILE_TOLERANCE[dtype], path, f"delta W: {delta_difference:.2e}")
     with torch.no_grad(), torch.random.fork_rng(devices=[]), _quiet_probe(model, adapter):
         with adapter.disabled():
@@ -127,10 +129,11 @@ def _check_consumer(model: nn.ModuleDict, lora: Lora, path: Path) -> torch.dtype
     dtype = torch.float32
     for name, layer in loaded.items():
         (key,) = layer.lora_A.keys()
-        down, up = layer.lora_A[key].weight, layer.lora_B[key].weight
-        dtype = down.dtype
-        got = float(layer.scaling[key]) * (up.float().flatten(1) @ down.float().flatten(1)).cpu()
-        difference = _relative(got, lora[name].delta())
+        dtype = layer.lora_A[key].weight.dtype
+        with host_memory():
+            down, up = (matrix[key].weight.to("cpu", torch.float32) for matrix in (layer.lora_A, layer.lora_B))
+            got = float(layer.scaling[key]) * (up.flatten(1) @ down.flatten(1))
+            difference = _relative(got, lora[name].delta())
         _require(difference <= FILE_TOLERANCE[dtype], path, f"diffusers, {name}: {difference:.2e}")
     return dtype
 

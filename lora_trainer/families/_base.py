@@ -96,6 +96,10 @@ class Family(ABC):
     def architecture(self) -> str:
         """Changes with the shape of any network; not with weights."""
 
+    @abstractmethod
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Of the largest network, in this dtype: what a run without a card holds in RAM at once."""
+
     # -- caching phase
     @abstractmethod
     def text_fingerprint(self) -> str:
@@ -106,7 +110,10 @@ class Family(ABC):
         """Changes whenever encode_image's result would."""
 
     @abstractmethod
-    def load_text_encoders(self, device: torch.device, dtype: torch.dtype) -> nn.ModuleDict: ...
+    def load_text_encoders(
+        self, device: torch.device, dtype: torch.dtype, prepare: Prepare | None = None
+    ) -> nn.ModuleDict:
+        """All that encode_text needs; `prepare` as in load_model."""
 
     @abstractmethod
     def vae_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -128,7 +135,10 @@ class Family(ABC):
 
     @abstractmethod
     def encode_image(self, vae: nn.Module, pixels: Tensor, framings: Sequence[Framing]) -> list[Example]:
-        """Pixels (B, 3, H, W) in [-1, 1] -> latents (C, H/8, W/8) and what else the model wants to know of each image."""
+        """Pixels (B, 3, H, W) in [-1, 1] -> latents (C, H/8, W/8) and what else the model wants to know of each image.
+
+        Whole or in tiles, as the VAE is set.
+        """
 
     # -- training
     @abstractmethod
@@ -169,7 +179,10 @@ class Family(ABC):
 
     @abstractmethod
     def decode_image(self, vae: nn.Module, latents: Tensor) -> Tensor:
-        """Latents (B, C, h, w) as encode_image made them -> pixels (B, 3, H, W) in [-1, 1], float32."""
+        """Latents (B, C, h, w) as encode_image made them -> pixels (B, 3, H, W) in [-1, 1], float32.
+
+        Whole or in tiles, as the VAE is set.
+        """
 
     # -- output
     @abstractmethod

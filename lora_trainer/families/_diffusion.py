@@ -4,7 +4,7 @@ A family writes `predict` and its loading; `run.py` hands it an objective made f
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,8 +15,9 @@ from ..errors import ConfigError, t
 from ._base import Batch, Example, Family, Sampling
 from ._objective import NoisePrediction, Objective, alphas_cumprod
 from ._sampling import sample_latents
+from ._weights import Component
 
-PROBE_SIDE = 32
+PROBE_SIDE = 8
 """Latent pixels, each side, of the picture that a reloaded file is tried on."""
 
 __all__ = ["DiffusionFamily", "NoisePrediction", "Objective", "make_objective"]
@@ -29,6 +30,12 @@ class DiffusionFamily(Family):
     prediction_type: Literal["epsilon", "v_prediction"]
     schedule_config: dict[str, Any]
     """beta_start, beta_end, beta_schedule, num_train_timesteps, … as in diffusers' scheduler_config.json."""
+
+    components: Mapping[str, Component]
+    """Networks by part: unet, vae, text_encoder, …"""
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        return max(component.num_bytes(dtype) for component in self.components.values())
 
     @property
     def zero_terminal_snr(self) -> bool:

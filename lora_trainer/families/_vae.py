@@ -11,11 +11,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..memory.vae_tiling import tiled
-
-TILED_ABOVE = 96 * 96
-"""Latent pixels (768² in an image) above which a preview is decoded in tiles: 1.1 instead of 3.4 GiB at 1024²."""
-
 
 def vae_dtype(wanted: torch.dtype, config: Mapping[str, Any], upcast: bool) -> torch.dtype:
     """`upcast` (SDXL): activations overflow fp16, so never that, unless the VAE's own config says it was mended."""
@@ -39,8 +34,7 @@ def encode(vae: nn.Module, pixels: Tensor, scaling: float) -> Tensor:
 
 @torch.no_grad()
 def decode(vae: nn.Module, latents: Tensor, scaling: float) -> Tensor:
-    """(B, C, h, w) -> float32 pixels (B, 3, H, W) in [-1, 1] on the CPU; large ones in tiles with blended seams."""
+    """(B, C, h, w) -> float32 pixels (B, 3, H, W) in [-1, 1] on the CPU, one picture at a time."""
     network, weight = cast(Any, vae), next(vae.parameters())
-    with tiled(vae, network.use_tiling or latents.shape[-1] * latents.shape[-2] > TILED_ABOVE):
-        pixels = [network.decode(one[None].to(weight) / scaling).sample for one in latents]
+    pixels = [network.decode(one[None].to(weight) / scaling).sample for one in latents]
     return torch.cat(pixels).float().clamp(-1, 1).cpu()

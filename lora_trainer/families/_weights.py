@@ -10,6 +10,7 @@ is not aligned. Left out: checkpoints already quantised to int8 or 4 bits.
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,12 +186,24 @@ def load_all(
     reads = device.type != "meta"
     pieces = {name: find_pieces(components[name], module) for name, module in model.items()} if reads else {}
     nn.Module.to(model, dtype)  # not diffusers' own `to`, which warns of nothing
+    if not reads:
+        _note_order(model, components)
     if prepare is not None:
         prepare(model)
     if reads:
         for name, module in model.items():
             components[name].fill(module, pieces[name], device, dtype)
     return model.eval()
+
+
+def _note_order(model: nn.ModuleDict, components: Mapping[str, Component]) -> None:
+    """Tell each layer when `fill` would read its weights: what loading needs at its peak depends on the order."""
+    for turn, (name, module) in enumerate(model.items()):
+        if components[name].has_weights:
+            places = components[name].weights.header
+            for parameter, piece in find_pieces(components[name], module).items():
+                owner: Any = module.get_submodule(parameter.rpartition(".")[0])
+                owner.read_at = max((turn, places[piece.key].offset), getattr(owner, "read_at", (0, 0)))
 
 
 def find_pieces(component: Component, module: nn.Module) -> dict[str, Piece]:
@@ -271,7 +284,7 @@ def _assign(module: nn.Module, name: str, tensor: Tensor, device: torch.device, 
     else:
         old = getattr(owner, leaf)
         assert old.is_meta, f"{name} filled twice"
-        with host_memory(away or home != device):
+        with host_memory() if away or home != device else nullcontext():
             # A part of a fused tensor would keep the whole alive.
             whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
             tensor = tensor.to(device=home, dtype=dtype, copy=not whole).reshape(old.shape).contiguous()

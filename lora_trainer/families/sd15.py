@@ -87,8 +87,10 @@ class SD15(DiffusionFamily):
         parts = [self.components["vae"].fingerprint(), self.scaling_factor]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def load_text_encoders(self, device: torch.device, dtype: torch.dtype) -> nn.ModuleDict:
-        return _weights.load_all(self.components, ["text_encoder"], device, dtype)
+    def load_text_encoders(
+        self, device: torch.device, dtype: torch.dtype, prepare: Prepare | None = None
+    ) -> nn.ModuleDict:
+        return _weights.load_all(self.components, ["text_encoder"], device, dtype, prepare)
 
     def vae_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The precision that the VAE really runs in when `dtype` is asked."""

@@ -1,4 +1,4 @@
-"""Text encoders of the caching phase, packed while they load: a T5 of 9 GiB has no place on a small card.
+"""Text encoders of the caching phase, packed or streamed while they load: a T5 of 9 GiB has no place on a small card.
 
 An encoder's repeated layers are its outermost module lists, whatever its architecture; embeddings, norms and projections
 stay as they are.
@@ -6,10 +6,39 @@ stay as they are.
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
-from ..families._base import BlockGroup
+from ..families._base import BlockGroup, Family
 from ._base import ConvertTechnique
+from .block_streaming import BlockStreaming
+from .techniques import QUANTIZERS
+
+
+def load_encoders(
+    family: Family, device: torch.device, dtype: torch.dtype, *, quantization: str = "no", streaming: bool = False
+) -> nn.ModuleDict:
+    """A family's text encoders for passes without gradients. Streaming changes no number, quantisation does.
+
+    On "meta" the streamed ones still want `stream_encoders`, once their tensors are fake.
+    """
+    techniques = [technique() for technique in QUANTIZERS.get(quantization, ())]
+    techniques += [BlockStreaming()] if streaming else []
+
+    def prepare(encoders: nn.ModuleDict) -> None:
+        for technique in techniques:
+            assert isinstance(technique, ConvertTechnique)
+            convert_encoders(encoders, technique)
+
+    encoders = family.load_text_encoders(device, dtype, prepare if techniques else None)
+    if streaming and device.type != "meta":
+        stream_encoders(encoders)
+    return encoders
+
+
+def stream_encoders(encoders: nn.ModuleDict) -> None:
+    """Lay the layers of loaded encoders into host memory, from where they come to the device one by one."""
+    BlockStreaming().wrap(encoders, encoder_groups(encoders))
 
 
 def encoder_groups(encoders: nn.ModuleDict) -> list[BlockGroup]:

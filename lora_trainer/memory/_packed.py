@@ -9,7 +9,8 @@ from those of the backward pass, and at the row counts of training they unpack a
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -80,10 +81,14 @@ class _Packed(nn.Module):
     @torch.no_grad()
     def pack_weight(self, weight: Tensor, home: torch.device) -> None:
         """Pack a weight where it lies, in the dtype it will be unpacked to, and keep the result on `home`."""
-        fresh = self.packing.pack(weight.reshape(self.weight_shape))
         self.weight_dtype = weight.dtype
+        self.set_packed(self.packing.pack(weight.reshape(self.weight_shape)), home)
+
+    @torch.no_grad()
+    def set_packed(self, fresh: Mapping[str, Tensor], home: torch.device) -> None:
+        """Keep tensors that are packed already, as `pack` would have made them, on `home`."""
         in_host = hasattr(self, "home")
-        with host_memory(in_host):
+        with host_memory() if in_host else nullcontext():
             for name, old in zip(self.packed_names, self.packed(), strict=True):
                 assert (fresh[name].shape, fresh[name].dtype) == (old.shape, old.dtype), f"{name} differs from meta's"
                 self._buffers[name] = fresh[name].to(home, copy=in_host)

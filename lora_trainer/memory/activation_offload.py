@@ -127,7 +127,7 @@ class _Hooks(saved_tensors_hooks):
         storage = tensor.untyped_storage()
         is_weight = isinstance(tensor, nn.Parameter) or storage._cdata in self._pool.weights
         if is_weight or not self._min_bytes <= tensor.nbytes <= storage.nbytes():  # nor what is only expanded
-            return tensor
+            return tensor if tensor.is_leaf else tensor.detach()  # itself would keep alive the graph that saves it
         layout = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         alive, known = self._known.get(layout, (lambda: None, lambda: None))
         handle = known() if alive() is not None else None

@@ -158,6 +158,7 @@ _SWITCHES: tuple[names.Key, ...] = (
     ("memory", "text_quantization"),
     ("memory", "base_quantization"),
     ("training", "use_8bit_optimizer"),
+    ("memory", "optimizer_in_backward"),
 )
 _Rule = Callable[[Config, str], Iterator[Remedy]]
 

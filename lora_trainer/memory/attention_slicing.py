@@ -96,14 +96,24 @@ class ChunkedProcessor:
         return cast(Tensor, out / attn.rescale_output_factor)
 
 
+def slice_where_unfused(module: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
+    """`slice_attention` if some head inside has no fused kernel; returns how many layers were changed."""
+    heads = {(layer.heads, layer.inner_dim // layer.heads) for layer in _attention_layers(module)}
+    return 0 if all(fuses(count, size, device, dtype) for count, size in heads) else slice_attention(module)
+
+
 def slice_attention(module: nn.Module, *, score_bytes: int = SCORE_BYTES) -> int:
     """Let every attention layer inside work in chunks; returns how many there are. Plain layers only."""
-    from diffusers.models.attention_processor import Attention
-
-    found = [layer for layer in module.modules() if isinstance(layer, Attention) and _is_plain(layer)]
+    found = _attention_layers(module)
     for layer in found:
         layer.processor = ChunkedProcessor(score_bytes)
     return len(found)
+
+
+def _attention_layers(module: nn.Module) -> list[Any]:
+    from diffusers.models.attention_processor import Attention
+
+    return [layer for layer in module.modules() if isinstance(layer, Attention) and _is_plain(layer)]
 
 
 def _is_plain(layer: Any) -> bool:

@@ -135,7 +135,7 @@ def _has_home(block: nn.Module) -> bool:
 def _device_of(model: nn.Module, blocks: Sequence[nn.Module]) -> torch.device:
     """Where the model computes: where its weights outside the streamed blocks are."""
     inside = {id(module) for block in blocks for module in block.modules()}
-    outside = [module for module in model.modules() if id(module) not in inside]
+    outside = [module for module in model.modules() if id(module) not in inside and not hasattr(module, "home")]
     found = next((p.device for module in outside for p in module._parameters.values() if p is not None), None)
     assert found is not None, "a model is more than its streamed blocks"
     return found

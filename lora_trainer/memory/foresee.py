@@ -5,10 +5,11 @@ simulation, the base's header or config files, and all options that the run's me
 imports none of the heavy libraries.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,12 +27,16 @@ PACKAGE = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Tried:
-    """One candidate that was simulated: options, bytes of its training peak, and what a step costs."""
+    """A set of options, bytes of its peak, and what a step costs."""
 
     values: dict[Key, Any]
     peak: int
     flops: int
     transferred: int
+    micro_batch: int
+    """Images at once."""
+    simulated: bool = True
+    """False for what was only worked out from another simulation."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,18 @@ class Foresight:
     flops: int
     transferred: int
     tried: tuple[Tried, ...]
+    """What was simulated, in that order."""
+    below: tuple[Tried, ...] = ()
+    """The rungs that a shortage in mid-run would go down, one by one."""
+    without: dict[Key, int] = field(default_factory=dict)
+    """Option that is on -> bytes of the peak if it were not."""
+    saves: dict[Key, int] = field(default_factory=dict)
+    """Option that could be changed -> bytes that it would take off the peak; rough, except where nothing fits."""
+    encoding: dict[str, Any] = field(default_factory=dict)
+    """How captions and images are encoded, as caching.Encoding.from_json reads it."""
+    cache_bytes: tuple[int, int] = (0, 0)
+    """On disk, of one image and of one caption."""
+    adapter_bytes: int = 0
 
     @property
     def peak(self) -> int:
@@ -75,6 +92,8 @@ class Question:
     validation: bool
     available: int | None
     written: frozenset[Key]
+    preset_first: bool = False
+    """The user named the preset that lies beneath."""
 
     def key(self) -> str:
         options = self.config.model_dump(mode="json", include={"model", "training", "memory", "data", "samples"})
@@ -89,10 +108,13 @@ def known_answer(question: Question, folder: Path) -> Foresight | None:
     """What was worked out before; None for a new question or a damaged answer."""
     try:
         raw = json.loads((folder / f"{question.key()}.json").read_text(encoding="utf-8"))
-        phases = {name: PhasePeak(**peak) for name, peak in raw.pop("phases").items()}
-        tried = tuple(Tried(**{**one, "values": _keys(one["values"])}) for one in raw.pop("tried"))
-        return Foresight(values=_keys(raw.pop("values")), phases=phases, tried=tried, **raw)
-    except (OSError, ValueError, KeyError, TypeError):
+        raw["phases"] = {name: PhasePeak(**peak) for name, peak in raw["phases"].items()}
+        for name in _BY_OPTION:
+            raw[name] = keys(raw[name])
+        for name in ("tried", "below"):
+            raw[name] = tuple(Tried(**{**one, "values": keys(one["values"])}) for one in raw[name])
+        return Foresight(**{**raw, "cache_bytes": tuple(raw["cache_bytes"])})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -100,13 +122,20 @@ def foresee(question: Question, folder: Path) -> Foresight:
     """Solve the `auto` options and simulate every phase; the answer is kept in `folder`."""
     from .solve import answer
 
-    found = answer(question)
-    folder.mkdir(parents=True, exist_ok=True)
+    found = answer(question, folder)
     raw = asdict(found)
-    raw["values"] = named(found.values)
-    raw["tried"] = [{**asdict(one), "values": named(one.values)} for one in found.tried]
-    write_json(folder / f"{question.key()}.json", raw)
+    for name in _BY_OPTION:
+        raw[name] = named(raw[name])
+    for name in ("tried", "below"):
+        raw[name] = [{**one, "values": named(one["values"])} for one in raw[name]]
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs time, no more
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / f"{question.key()}.json", raw)
     return found
+
+
+_BY_OPTION = ("values", "without", "saves")
+"""Fields whose keys are options."""
 
 
 def _architecture(source: Source | None) -> object:
@@ -138,5 +167,5 @@ def named(values: Mapping[Key, Any]) -> dict[str, Any]:
     return {".".join(key): value for key, value in values.items()}
 
 
-def _keys(values: Mapping[str, Any]) -> dict[Key, Any]:
+def keys(values: Mapping[str, Any]) -> dict[Key, Any]:
     return {(key.partition(".")[0], key.partition(".")[2]): value for key, value in values.items()}

@@ -1,13 +1,18 @@
 """The fastest settings that fit: what the user wrote stays, what is `auto` is solved, lossless before lossy.
 
-Each candidate is simulated, never estimated; the numbers of one simulation only choose which candidate to try next (how
-much must go tells how many blocks to stream). Candidates come in the order of what they cost in speed: nothing,
-recomputation, streaming as little as will do, activations in host memory, then what changes numbers within bounds:
-8-bit moments, a quantised base. Resolution, rank and the batch are never touched.
+A plan that is returned was simulated, never estimated. Estimates (estimate.py) only choose what to simulate next, so two
+or three simulations do: the resident base with recomputation first, which tells how much must go; then either nothing at
+all, or as little streaming as will do, then activations in host memory too, then what changes numbers within bounds:
+8-bit moments, a quantised base. Streaming comes before offloading because a byte costs the same and its copies are known
+ahead. Resolution, rank and the batch are never touched.
+
+A preset that was chosen by free memory leaves its memory options to the planner. One that the user named comes first as
+it is, and is only tightened, never loosened, where it does not fit.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +22,9 @@ from ..config.names import Key
 from ..config.schema import Config
 from ..families._base import Family
 from ..hardware import Precision
-from .block_streaming import streamable_bytes
-from .simulate import Prediction, Shape, simulate_training, simulation_device
+from ..optimizers import EIGHT_BIT
+from .estimate import Blocks, peak_at
+from .simulate import Prediction, Shape, simulate_run, simulation_device
 from .techniques import make_plan
 
 CHECKPOINTING: Key = ("training", "gradient_checkpointing")
@@ -38,6 +44,11 @@ LOSSY: tuple[dict[Key, Any], ...] = (
 """What changes numbers within bounds, the mildest first."""
 STREAMING_STEP = 0.05
 """Shares of streamed blocks are tried in these steps."""
+SAVED_QUANTIZED = {"int8": 0.5, "fp8": 0.5, "nf4": 0.75}
+SAVED_8BIT = 0.75
+"""At most, of the bytes of 16-bit weights and of 32-bit moments."""
+ATTEMPTS = 3
+"""At a share that estimates say will do."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +57,24 @@ class Candidate:
 
     values: dict[Key, Any]
     prediction: Prediction
-    lossless: bool
 
     def fits(self, available: int | None) -> bool:
-        return available is None or self.training_peak <= available
+        return available is None or self.peak <= available
 
     @property
-    def training_peak(self) -> int:
-        """Bytes; previews and caching have ladders of their own."""
-        return max(self.prediction.phases[name].total for name in ("load", "forward", "backward", "optimizer"))
+    def peak(self) -> int:
+        """Bytes, of all phases that were simulated."""
+        return max(phase.total for phase in self.prediction.phases.values())
+
+    @property
+    def lossless(self) -> bool:
+        return self.values[OPTIMIZER_8BIT] != "yes" and self.values[QUANTIZATION] == "no"
+
+    @property
+    def share(self) -> float:
+        """Of streamed blocks."""
+        share = self.values[STREAMING]
+        return share if isinstance(share, float) else 0.0
 
 
 @dataclass
@@ -68,82 +88,139 @@ class Planner:
     available: int | None
     written: frozenset[Key] = frozenset()
     """Options that are the user's own; what a preset says may be changed."""
+    preset_first: bool = False
+    """The config lies over a preset that the user named."""
+    recall: Callable[[Mapping[Key, Any], Callable[[], Prediction]], Prediction] = lambda _, simulate: simulate()
+    """Where simulations are kept, if anywhere (memo.py)."""
     tried: list[Candidate] = field(default_factory=list)
 
     def solve(self) -> Candidate:
-        """The first candidate that fits; if none does, the one that needs least."""
-        for values in self._candidates():
-            candidate = self.simulate(values)
+        """The fastest candidate that fits; if none does, the one that needs least."""
+        for candidate in self._candidates():
             if candidate.fits(self.available):
                 return candidate
-        return min(self.tried, key=lambda candidate: candidate.training_peak)
+        return min(self.tried, key=lambda candidate: candidate.peak)
 
     def simulate(self, values: dict[Key, Any]) -> Candidate:
+        """Once for each set of values."""
+        known = next((one for one in self.tried if one.values == values), None)
+        if known is None:
+            prediction = self.recall(values, lambda: self.predict(values, self.shape))
+            self.tried.append(known := Candidate(values, prediction))
+        return known
+
+    def predict(self, values: dict[Key, Any], shape: Shape) -> Prediction:
+        """One simulation, of any shape."""
         config = with_values(self.config, values)
         plan = make_plan(config, self.precision, simulation_device(), folder=Path())
-        prediction = simulate_training(self.family, config, self.precision.frozen, plan, self.shape)
-        lossless = values[OPTIMIZER_8BIT] != "yes" and values[QUANTIZATION] == "no"
-        candidate = Candidate(values, prediction, lossless)
-        self.tried.append(candidate)
-        return candidate
+        return simulate_run(self.family, config, self.precision.frozen, plan, shape)
 
-    def _candidates(self) -> Iterator[dict[Key, Any]]:
-        """Lazily: what to try next depends on what was tried."""
-        base = self._fixed(NOTHING)
-        weights = self._weight_bytes(base)
-        if self._free(CHECKPOINTING) and self._may_fit(weights):
-            yield base
-        base = self._fixed({**NOTHING, CHECKPOINTING: "yes"})
-        if self._may_fit(weights) or not self._free(STREAMING):
-            yield base
-        yield from self._streamed(base, weights)
-        for lossy in LOSSY:
-            if any(self._free(key) for key in lossy):
-                yield self._fixed({**NOTHING, CHECKPOINTING: "yes", STREAMING: 1.0, OFFLOAD: "yes", **lossy})
+    @cached_property
+    def blocks(self) -> Blocks:
+        """What streaming can take off the card: of the base as the options fixed by the user store it."""
+        return self._blocks(self._fixed(NOTHING)[QUANTIZATION])
 
-    def _streamed(self, base: dict[Key, Any], weights: int) -> Iterator[dict[Key, Any]]:
-        """As little streaming as will do, then all of it, then with the activations in host memory too."""
-        if not self._free(STREAMING):
-            if self._free(OFFLOAD):
-                yield {**base, OFFLOAD: "yes"}
+    def _candidates(self) -> Iterator[Candidate]:
+        """The first that fits is the answer. Lazily: what is simulated next depends on what was simulated before."""
+        if self.preset_first or self.available is None:
+            yield self.simulate(self._fixed(NOTHING))
+        lean = self.simulate(self._fixed({**NOTHING, CHECKPOINTING: "yes"}))
+        if lean.fits(self.available):  # nothing needs less time than recomputing nothing, and it needs more memory
+            yield self.simulate(self._fixed(NOTHING))
+        yield lean
+        if lean.values[CHECKPOINTING] == "yes":
+            yield from self._streamed(lean)
+            yield from self._offloaded(lean)
+        yield from self._lossy()
+
+    def _streamed(self, start: Candidate) -> Iterator[Candidate]:
+        """As small a share as will do, by exact arithmetic on what the simulation of another share said."""
+        if not self.free(STREAMING):
             return
-        streamable = self._streamable()
-        share = self._needed_share(weights, streamable)
-        while share < 1:
-            candidate = {**base, STREAMING: share}
-            yield candidate
-            missing = self.tried[-1].training_peak - (self.available or 0)
-            share = _rounded_up(share + max(missing / max(streamable, 1), STREAMING_STEP))
-        yield {**base, STREAMING: 1.0}
-        if self._free(OFFLOAD):
-            yield {**base, STREAMING: 1.0, OFFLOAD: "yes"}
+        for _ in range(ATTEMPTS):
+            share = self._least_share(start)
+            if share is None:
+                return
+            start = self.simulate({**start.values, STREAMING: share})
+            yield start
 
-    def _needed_share(self, weights: int, streamable: int) -> float:
-        """A first guess: what the last candidate lacked (or all of the weights that cannot fit), and the ring."""
-        if self.available is None or not streamable:
-            return 1.0
-        peak = self.tried[-1].training_peak if self.tried else int(weights * 1.15)
-        return max(STREAMING_STEP, _rounded_up((peak - self.available) / streamable + 0.05))
+    def _offloaded(self, lean: Candidate) -> Iterator[Candidate]:
+        """Activations in host memory, and of the blocks as many as that still asks for."""
+        if not self.free(OFFLOAD):
+            return
+        full = self.simulate(self._fixed({**lean.values, STREAMING: 1.0, OFFLOAD: "yes"}))
+        if full.fits(self.available):
+            yield from self._loosened(full)
+        yield full
+
+    def _lossy(self) -> Iterator[Candidate]:
+        """On top of everything else; what cannot help enough even at best is left out."""
+        tightest = min(self.tried, key=lambda candidate: candidate.peak)
+        for lossy in LOSSY:
+            values = self._fixed({**NOTHING, CHECKPOINTING: "yes", STREAMING: 1.0, OFFLOAD: "yes", **lossy})
+            if not self._has_8bit():
+                values[OPTIMIZER_8BIT] = self._fixed(NOTHING)[OPTIMIZER_8BIT]
+            if values[CHECKPOINTING] != "yes":
+                values = {**values, STREAMING: tightest.values[STREAMING], OFFLOAD: tightest.values[OFFLOAD]}
+            if self.available is not None and _least_possible(tightest, values) > self.available:
+                continue
+            candidate = self.simulate(values)
+            if candidate.fits(self.available):
+                yield from self._loosened(candidate)
+            yield candidate
+
+    def _loosened(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The same with fewer streamed blocks, if there is room."""
+        if not self.free(STREAMING) or not candidate.share:
+            return
+        share = self._least_share(candidate, floor=0.0)
+        if share is not None and share < candidate.share:
+            yield self.simulate({**candidate.values, STREAMING: share or "no"})
+
+    def _least_share(self, known: Candidate, floor: float | None = None) -> float | None:
+        """The smallest share above `floor` (that of `known`, if not given) at which the peak should fit."""
+        assert self.available is not None
+        blocks = self.blocks
+        if known.values[QUANTIZATION] != self._fixed(NOTHING)[QUANTIZATION]:
+            blocks = self._blocks(known.values[QUANTIZATION])
+        least = known.share + STREAMING_STEP if floor is None else floor
+        least = max(least, self._preset_share())
+        shares = [round(step * STREAMING_STEP, 2) for step in range(round(1 / STREAMING_STEP) + 1)]
+        fitting = (s for s in shares if s >= least - 1e-9 and peak_at(known.peak, known.share, s, blocks) <= self.available)
+        return next(fitting, None)
+
+    def _preset_share(self) -> float:
+        value = _value(self.config, STREAMING)
+        return value if self.preset_first and isinstance(value, float) else 0.0
 
     def _fixed(self, values: dict[Key, Any]) -> dict[Key, Any]:
-        """`values`, but what the config says already stands."""
-        return {key: value if self._free(key) else _value(self.config, key) for key, value in values.items()}
+        """`values`, but what the config says already stands; of a preset that comes first, what is tighter."""
+        fixed = {}
+        for key, value in values.items():
+            own = _value(self.config, key)
+            keeps = not self.free(key) or (self.preset_first and own != "auto" and _tighter(own, value))
+            fixed[key] = own if keeps else value
+        return fixed
 
-    def _free(self, key: Key) -> bool:
+    def free(self, key: Key) -> bool:
+        """Whether the option is the planner's to change."""
         return key not in self.written or bool(_value(self.config, key) == "auto")
 
-    def _may_fit(self, weights: int) -> bool:
-        return self.available is None or weights < self.available
+    def _has_8bit(self) -> bool:
+        training = self.config.training
+        smaller = EIGHT_BIT.get(training.optimizer, training.optimizer) != training.optimizer
+        return smaller and self.config.memory.optimizer_in_backward != "yes"
 
-    def _weight_bytes(self, values: dict[Key, Any]) -> int:
-        """Of the model as stored on the card without streaming: a bound, to leave out candidates that cannot fit."""
-        model = self.family.load_model(torch.device("meta"), self.precision.frozen)
-        share = {"nf4": 0.3, "int8": 0.5, "fp8": 0.5}.get(values[QUANTIZATION], 1.0)
-        return int(sum(p.nbytes for p in model.parameters()) * share)
-
-    def _streamable(self) -> int:
-        model = self.family.load_model(torch.device("meta"), self.precision.frozen)
-        return streamable_bytes(self.family.blocks(model))
+    def _blocks(self, quantization: str) -> Blocks:
+        config = with_values(self.config, {STREAMING: "no", QUANTIZATION: quantization})
+        plan = make_plan(config, self.precision, simulation_device(), folder=Path())
+        model = self.family.load_model(
+            torch.device("meta"),
+            self.precision.frozen,
+            with_text=trains_text(self.config),
+            prepare=lambda m: plan.convert(m, self.family.blocks(m)),
+        )
+        return Blocks(self.family.blocks(model))
 
 
 def with_values(config: Config, values: dict[Key, Any]) -> Config:
@@ -155,9 +232,27 @@ def with_values(config: Config, values: dict[Key, Any]) -> Config:
     return config.model_copy(update=changed)
 
 
+def trains_text(config: Config) -> bool:
+    """Whether text encoders are part of the trained model."""
+    return config.model.train_text_encoder or config.data.cache_text_encoder == "no"
+
+
+def _least_possible(known: Candidate, values: dict[Key, Any]) -> int:
+    """Below this the lossy options cannot bring the peak, even if everything frozen were made of linear layers."""
+    causes = max(known.prediction.phases.values(), key=lambda phase: phase.total).causes
+    gone = causes["optimizer"] * SAVED_8BIT if values[OPTIMIZER_8BIT] == "yes" else 0.0
+    if known.values[QUANTIZATION] == "no":
+        gone += causes["frozen"] * SAVED_QUANTIZED.get(values[QUANTIZATION], 0.0)
+    return known.peak - int(gone)
+
+
+def _tighter(one: Any, other: Any) -> bool:
+    """Of two values of an option: whether the first needs less memory."""
+    if isinstance(one, float):
+        return not isinstance(other, float) or one > other
+    order = ("no", "yes", "fp8", "int8", "nf4")
+    return not isinstance(other, float) and order.index(one) > order.index(other)
+
+
 def _value(config: Config, key: Key) -> Any:
     return getattr(getattr(config, key[0]), key[1])
-
-
-def _rounded_up(share: float) -> float:
-    return min(1.0, round(-(-share // STREAMING_STEP) * STREAMING_STEP, 2))

@@ -6,6 +6,7 @@ fake tensors are "cpu" ones (SDPA then takes its fused kernel, as on a card); on
 What a tracker cannot see (CUDA context, workspaces, fragmentation) is allowance.py's business.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,14 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import adapters, loop, optimizers
 from ..config.schema import Config
 from ..families._base import Batch, Family, Framing, Sampling
-from ..tracker import MemoryTracker, PhasePeak, host_memory
+from ..tracker import MemoryTracker, PhasePeak, host_memory, mark_resident
 from ._base import MemoryPlan
+from ._encoders import load_encoders, stream_encoders
+from ._fake import QuickFakeMode
 from .block_streaming import ring_buffers
+from .vae_tiling import decodes_tiled, tiled
 
 TRAINING_PHASES = ("forward", "backward", "optimizer")
 
@@ -61,47 +64,72 @@ def simulate_training(family: Family, config: Config, dtype: torch.dtype, plan: 
     return Prediction(phases, flops, transferred)
 
 
-def simulate_between(family: Family, config: Config, dtype: torch.dtype, plan: MemoryPlan, shape: Shape) -> Prediction:
-    """What happens between two steps: validation and a preview, beside the optimizer's state."""
-    vae = family.load_vae(torch.device("meta"), dtype)
+def simulate_run(family: Family, config: Config, dtype: torch.dtype, plan: MemoryPlan, shape: Shape) -> Prediction:
+    """The same, and what happens between two steps beside the optimizer's state: validation and a preview."""
+    vae = family.load_vae(torch.device("meta"), dtype) if shape.previews else None
     batch = family.example_batch(shape.batch_size, shape.resolution)
-    with _fake_run(family, config, dtype, plan) as (tracker, trainee), torch.no_grad():
+    with _fake_run(family, config, dtype, plan) as (tracker, trainee):
+        _step(trainee, _fake_batch(batch, trainee.device), tracker, accumulating=shape.accumulation > 1)
+        flops, transferred = tracker.flops * shape.accumulation, tracker.transferred * shape.accumulation
         trainee.model.eval()
-        if shape.validation:
-            tracker.enter_phase("validation")
-            with plan.step_context():
-                family.loss(trainee.model, _fake_batch(batch, trainee.device))
-        if shape.previews:
-            tracker.enter_phase("preview")
-            _preview(family, trainee.model, vae, plan, shape, tracker)
+        with torch.no_grad():
+            if shape.validation:
+                tracker.enter_phase("validation")
+                with plan.step_context():
+                    family.loss(trainee.model, _fake_batch(batch, trainee.device))
+            if vae is not None:
+                tracker.enter_phase("preview")
+                size = shape.preview_resolution or shape.resolution
+                with tiled(vae, decodes_tiled(config.memory.vae_tiling, size)):
+                    _preview(family, trainee.model, vae, plan, size, tracker)
         phases = tracker.peaks()
-    return Prediction({name: phases[name] for name in ("validation", "preview") if name in phases}, 0, 0)
+    return Prediction(phases, flops, transferred)
 
 
-def simulate_caching(family: Family, dtype: torch.dtype, resolution: tuple[int, int]) -> Prediction:
-    """The caching phase: text encoders on one caption, then the VAE on one image."""
-    device, meta = simulation_device(), torch.device("meta")
-    encoders: nn.ModuleDict | None = family.load_text_encoders(meta, dtype)
-    vae = family.load_vae(meta, dtype)
+def simulate_captions(
+    family: Family, dtype: torch.dtype, *, quantization: str = "no", streaming: bool = False
+) -> PhasePeak:
+    """Text encoders, loaded and run on one caption."""
+    encoders = load_encoders(family, torch.device("meta"), dtype, quantization=quantization, streaming=streaming)
     with _simulation() as tracker, torch.no_grad():
-        tracker.enter_phase("text cache")
-        assert encoders is not None
-        make_fake(encoders, device, tracker)
+        tracker.enter_phase("text_cache")
+        make_fake(encoders, simulation_device(), tracker)
+        if streaming:
+            stream_encoders(encoders)
+            tracker.mark(ring_buffers(encoders), "frozen")
         family.encode_text(encoders, [""])
-        encoders = None
-        tracker.enter_phase("latent cache")
+        return tracker.peaks()["text_cache"]
+
+
+def simulate_images(
+    family: Family, dtype: torch.dtype, resolution: tuple[int, int], *, tiles: bool = False
+) -> PhasePeak:
+    """The VAE, loaded and run on one image of (width, height) pixels."""
+    device, vae = simulation_device(), family.load_vae(torch.device("meta"), dtype)
+    with _simulation() as tracker, torch.no_grad(), tiled(vae, tiles):
+        tracker.enter_phase("latent_cache")
         make_fake(vae, device, tracker)
-        width, height = resolution
-        pixels = torch.empty(1, 3, height, width, dtype=family.vae_dtype(dtype), device=device)
+        pixels = torch.empty(1, 3, resolution[1], resolution[0], device=device)
         family.encode_image(vae, pixels, [Framing(resolution, (0, 0), resolution)])
-        phases = tracker.peaks()
-    return Prediction(phases, tracker.flops, tracker.transferred)
+        return tracker.peaks()["latent_cache"]
+
+
+def simulate_decoding(family: Family, dtype: torch.dtype, size: tuple[int, int], *, tiles: bool = False) -> PhasePeak:
+    """The VAE alone, turning the latents of one preview of (width, height) pixels into a picture."""
+    device, vae = simulation_device(), family.load_vae(torch.device("meta"), dtype)
+    shape = family.example_batch(1, size)["latents"].shape
+    with _simulation() as tracker, torch.no_grad(), tiled(vae, tiles):
+        tracker.enter_phase("preview")
+        make_fake(vae, device, tracker)
+        family.decode_image(vae, torch.empty(shape, device=device))
+        return tracker.peaks()["preview"]
 
 
 @contextmanager
 def _simulation() -> Iterator[MemoryTracker]:
     """Fake tensors, a tracker, and the caller's random state untouched."""
-    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as tracker:
+    tracker = MemoryTracker(device=simulation_device())
+    with torch.random.fork_rng(devices=[]), QuickFakeMode(), tracker:
         yield tracker
 
 
@@ -120,33 +148,48 @@ def _fake_run(
     adapter = adapters.inject(model, family, config.model, seed=0, formats=config.output.formats)
     with _simulation() as tracker:
         tracker.enter_phase("load")
-        make_fake(model, simulation_device(), tracker)
+        make_fake(model, simulation_device(), tracker, checked=True)
         plan.wrap(model, family.blocks(model))
         tracker.mark(ring_buffers(model), "frozen")
         trainee = _trainee(family, config, model, adapter, plan, tracker)
         tracker.enter_phase("optimizer")
-        _first_update(trainee, tracker)
+        first_update(trainee, tracker)
         yield tracker, trainee
 
 
-def make_fake(model: nn.Module, device: torch.device, tracker: MemoryTracker) -> None:
-    """Give every meta tensor a fake one: packed layers through `pack_weight`, layers with a `home` in host memory."""
+def make_fake(model: nn.Module, device: torch.device, tracker: MemoryTracker, *, checked: bool = False) -> None:
+    """Give every meta tensor a fake one: packed layers through `pack_weight`, layers with a `home` in host memory.
+
+    In the order of the base's file, where one is known; adapters come last, after a `checked` base was looked through.
+    """
     layer: Any
-    for layer in model.modules():
+    for layer in sorted(model.modules(), key=lambda layer: getattr(layer, "read_at", (math.inf, 0))):
         home = getattr(layer, "home", device)
         if (pack := getattr(layer, "pack_weight", None)) is not None:
             pack(torch.empty(layer.weight_shape, dtype=layer.weight_dtype, device=device), home)
-        with host_memory(hasattr(layer, "home")):
-            for owner in (layer._parameters, layer._buffers):
-                for name, old in list(owner.items()):
-                    if old is not None and old.is_meta:
-                        value = torch.empty(old.shape, dtype=old.dtype, device=home)
-                        is_parameter = isinstance(old, nn.Parameter)
-                        owner[name] = nn.Parameter(value, old.requires_grad) if is_parameter else value
-    resident = [module for module in model.modules() if not hasattr(module, "home")]
-    held = [x for m in resident for x in (*m._parameters.values(), *m._buffers.values()) if x is not None]
-    tracker.mark((x for x in held if not x.requires_grad), "frozen")
-    tracker.mark((x for x in held if x.requires_grad), "adapter")
+        _fake_tensors(layer, home, trained=False)
+    if checked:
+        _unpack_one_by_one(model)
+    for layer in model.modules():
+        _fake_tensors(layer, getattr(layer, "home", device), trained=True)
+    mark_resident(model, tracker)
+
+
+def _fake_tensors(layer: Any, home: torch.device, *, trained: bool) -> None:
+    with host_memory(hasattr(layer, "home")):
+        for owner in (layer._parameters, layer._buffers):
+            for name, old in list(owner.items()):
+                if old is not None and old.is_meta and old.requires_grad == trained:
+                    value = torch.empty(old.shape, dtype=old.dtype, device=home)
+                    is_parameter = isinstance(old, nn.Parameter)
+                    owner[name] = nn.Parameter(value, old.requires_grad) if is_parameter else value
+
+
+def _unpack_one_by_one(model: nn.Module) -> None:
+    """As adapters.check_base does to packed layers; those of one shape need the same."""
+    layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "unpacked") and not hasattr(layer, "home")]
+    for layer in {(layer.packing, layer.weight_shape): layer for layer in layers}.values():
+        layer.unpacked()
 
 
 def _trainee(
@@ -160,13 +203,13 @@ def _trainee(
     named = adapter.named_parameters()
     optimizer = plan.build_optimizer(optimizers.param_groups(named, config.training), config.training)
     scaler = torch.amp.GradScaler("cpu", enabled=False)  # the real one waits for values, which fakes have not
-    watched = _WatchedPlan(plan.techniques, tracker)
+    watched = WatchedPlan(plan.techniques, tracker)
     limit, device = config.training.max_grad_norm, simulation_device()
     return loop.Trainee(family, model, list(named.values()), optimizer, scaler, watched, device, 0, limit)
 
 
 @dataclass(frozen=True)
-class _WatchedPlan(MemoryPlan):
+class WatchedPlan(MemoryPlan):
     """Tells the tracker where the forward pass begins and the backward pass follows."""
 
     tracker: MemoryTracker | None = None
@@ -181,12 +224,12 @@ class _WatchedPlan(MemoryPlan):
         self.tracker.enter_phase("backward")
 
 
-def _first_update(trainee: loop.Trainee, tracker: MemoryTracker) -> None:
+def first_update(trainee: loop.Trainee, tracker: MemoryTracker) -> None:
     """The optimizer's state comes to be in the first update; the steps after it are the ones that count."""
     for parameter in trainee.params:
         parameter.grad = torch.zeros_like(parameter)
     trainee.optimizer.step()
-    tracker.mark(_state_tensors(trainee.optimizer), "optimizer")
+    tracker.mark(state_tensors(trainee.optimizer), "optimizer")
     trainee.optimizer.zero_grad(set_to_none=True)
 
 
@@ -204,7 +247,8 @@ def _step(trainee: loop.Trainee, batch: Batch, tracker: MemoryTracker, *, accumu
     trainee.optimizer.zero_grad(set_to_none=True)
 
 
-def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    """Moments and what else an optimizer keeps of each parameter."""
     return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
 
 
@@ -215,10 +259,14 @@ def _fake_batch(batch: Batch, device: torch.device) -> Batch:
 
 
 def _preview(
-    family: Family, model: nn.ModuleDict, vae: nn.Module, plan: MemoryPlan, shape: Shape, tracker: MemoryTracker
+    family: Family,
+    model: nn.ModuleDict,
+    vae: nn.Module,
+    plan: MemoryPlan,
+    size: tuple[int, int],
+    tracker: MemoryTracker,
 ) -> None:
     """One denoising step with guidance, and the decoding of one picture."""
-    size = shape.preview_resolution or shape.resolution
     example = {name: value[0] for name, value in family.example_batch(1, size).items()}
     conditions = {name: value for name, value in example.items() if name not in ("latents", "seeds", "weight")}
     with plan.step_context():

@@ -15,14 +15,29 @@ TILE_PIXELS = 512
 """A tile's side: the peak is that of a 512² image, whatever the size."""
 OVERLAP = 0.25
 """Share of a tile's side that its neighbour covers too."""
+DECODED_TILED_ABOVE = 768 * 768
+"""Pixels of a picture that is drawn in tiles where nobody says otherwise: 1.1 instead of 3.4 GiB at 1024²."""
 
 _ATTRIBUTES = ("use_tiling", "use_slicing", "tile_sample_min_size", "tile_latent_min_size", "tile_overlap_factor")
 
 
+def decodes_tiled(choice: str, size: tuple[int, int]) -> bool:
+    """Whether a preview of `size` (width, height) in pixels is decoded in tiles; `choice` is auto, yes or no.
+
+    Pictures to look at are in tiles earlier than latents to train on.
+    """
+    return choice == "yes" or (choice == "auto" and size[0] * size[1] > DECODED_TILED_ABOVE)
+
+
+def tiles_change(size: tuple[int, int]) -> bool:
+    """Whether tiles make a difference: an image no larger than one tile passes whole."""
+    return max(size) > TILE_PIXELS
+
+
 @contextmanager
-def tiled(vae: nn.Module, on: bool = True, *, tile_pixels: int = TILE_PIXELS) -> Iterator[None]:
+def tiled(vae: nn.Module, on: bool = True, *, tile_pixels: int | None = None) -> Iterator[None]:
     """Inside, images larger than a tile pass in tiles, and batches one by one; with `on` false nothing changes."""
-    network = cast(Any, vae)
+    network, tile_pixels = cast(Any, vae), tile_pixels or TILE_PIXELS
     before = {name: getattr(network, name) for name in _ATTRIBUTES}
     if on:
         factor = 2 ** (len(network.config.block_out_channels) - 1)

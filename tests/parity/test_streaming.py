@@ -56,7 +56,9 @@ class Run:
 
     def __post_init__(self) -> None:
         words = str(self.base.parent / "words")
-        settings = ModelConfig(base_model=str(self.base), tokenizer=words, lora_rank=4, **self.model_settings)
+        settings = ModelConfig(
+            **{"base_model": str(self.base), "tokenizer": words, "lora_rank": 4, **self.model_settings}
+        )
         self.family = resolve(settings, DataConfig())
         training = TrainingConfig(**{"learning_rate": 1e-3, **self.training})
         self.family.configure(training, DataConfig())

@@ -91,8 +91,12 @@ def test_f05_preview_out_of_memory_is_told_and_survived(tmp_path, monkeypatch, c
     monkeypatch.setattr(SD15, "decode_image", decode)
     assert run(config) == 0
     folder = tmp_path / "saida" / "lora"
-    assert len(events(folder, "preview_failed")) == 3 == len(calls)
-    assert "amostra do passo 2 falhou" in capsys.readouterr().out
+    assert len(events(folder, "preview_failed")) == 3
+    assert [event["rung"] for event in events(folder, "oom")] == ["one", "skipped", "skipped", "skipped"]
+    assert len(calls) == 4, "the first one twice, and from then on with care"
+    out = capsys.readouterr().out
+    assert "amostra do passo 2 falhou" in out
+    assert "amostra do passo 4 falhou" not in out, "told once"
     plain, survived = load_file(tmp_path / "saida/sem/sem.safetensors"), load_file(folder / "lora.safetensors")
     assert all(torch.equal(plain[key], survived[key]) for key in plain)
 

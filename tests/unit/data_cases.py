@@ -80,7 +80,7 @@ class TinyFamily(Family):
     def image_fingerprint(self) -> str:
         return "image 1"
 
-    def load_text_encoders(self, device: torch.device, dtype: torch.dtype) -> nn.ModuleDict:
+    def load_text_encoders(self, device: torch.device, dtype: torch.dtype, prepare: Any = None) -> nn.ModuleDict:
         self.loaded.append("text")
         torch.manual_seed(0)
         shape = CLIPTextConfig(

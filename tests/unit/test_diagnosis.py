@@ -1,5 +1,6 @@
 """`diagnostico`: what is wrong with a machine, how the last run ended, and what to change (F01, F02, E01)."""
 
+import importlib
 import json
 import os
 from dataclasses import replace
@@ -10,10 +11,12 @@ import psutil
 import pytest
 import torch
 
-from lora_trainer import cli
+from lora_trainer import cli, memory
 from lora_trainer.card import GIB, Card, Holder
+from lora_trainer.commands._last_run import OPTION_OF_TECHNIQUE, WITHOUT_OPTION
 from lora_trainer.commands.diagnostico import examine, supported
 from lora_trainer.config.loading import Loaded, load
+from lora_trainer.config.names import options
 from lora_trainer.config.schema import Config
 from lora_trainer.errors import set_language
 from lora_trainer.hardware import Machine
@@ -247,6 +250,22 @@ def test_a_run_that_did_not_fit_is_explained(config: Path, capsys: pytest.Captur
     ):  # fmt: skip
         assert part in said
     assert "checkpoint_gradiente=sim  (" not in said
+
+
+def test_the_plans_amounts_are_told_after_a_failure(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = {"techniques": ["MixedPrecision"], "saves": {"memory.block_streaming": 2.5, "nonsense": "x"}}
+    run_folder(config, {"event": "stopped", "reason": "DoesNotFitError", "problem": "não coube"}, plan=plan)
+    assert "memoria.streaming_blocos=1.0  (só fica mais lento, economiza 2.50 GiB)" in diagnose(config, capsys)
+
+
+def test_every_technique_is_an_option_or_known_to_be_none() -> None:
+    names = set()
+    for path in Path(memory.__file__).parent.glob("[a-z]*.py"):
+        technique = getattr(importlib.import_module(f"lora_trainer.memory.{path.stem}"), "TECHNIQUE", None)
+        names |= {technique.__name__} if technique else set()
+    assert len(names) > 8
+    assert names == set(OPTION_OF_TECHNIQUE) | WITHOUT_OPTION
+    assert set(OPTION_OF_TECHNIQUE.values()) <= set(options())
 
 
 def test_other_ends_get_no_memory_advice(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 from lora_trainer import plugins
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.errors import ConfigError, SourceError
-from lora_trainer.families import _unet, _vae, resolve
+from lora_trainer.families import _unet, resolve
 from lora_trainer.families._base import Framing
 from lora_trainer.families.sdxl import time_ids
+from lora_trainer.memory.vae_tiling import tiled
 
 CPU = torch.device("cpu")
 RELEASES = ("sd1", "sd2", "sdxl")
@@ -262,22 +263,20 @@ def test_sdxls_vae_never_runs_in_fp16(tmp_path: Path, bases: dict[str, Path]) ->
     assert opened(tmp_path / "mended").vae_dtype(fp16) is fp16
 
 
-def test_large_previews_are_decoded_in_tiles_and_the_vae_is_left_as_it_was(
-    bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("on", [False, True])
+def test_pictures_pass_as_the_vae_is_set(bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
+    """Whole or in tiles: who calls decides, not the family."""
     family = opened(bases["sd1"])
     vae = family.load_vae(CPU, torch.float32)
-    tiled = []
-    original = vae.tiled_decode
-    monkeypatch.setattr(vae, "tiled_decode", lambda *a, **k: tiled.append(1) or original(*a, **k))
-    before = vae.tile_latent_min_size
-    family.decode_image(vae, torch.zeros(1, 4, 16, 16))
-    assert not tiled
-    monkeypatch.setattr(_vae, "TILED_ABOVE", 100)
-    assert family.decode_image(vae, torch.zeros(1, 4, 72, 16)).shape == (1, 3, 576, 128)
-    assert tiled
-    assert vae.tile_latent_min_size == before
-    assert not vae.use_tiling
+    calls = []
+    for name in ("tiled_decode", "_tiled_encode"):
+        original = getattr(vae, name)
+        monkeypatch.setattr(vae, name, lambda *a, o=original, **k: calls.append(1) or o(*a, **k))
+    with tiled(vae, on, tile_pixels=64):
+        assert family.decode_image(vae, torch.zeros(1, 4, 12, 8)).shape == (1, 3, 96, 64)
+        (example,) = family.encode_image(vae, torch.zeros(1, 3, 96, 64), [Framing((64, 96), (0, 0), (64, 96))])
+    assert example["latents"].shape == (4, 12, 8)
+    assert len(calls) == 2 * on
 
 
 # -- fingerprints

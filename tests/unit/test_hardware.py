@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from lora_trainer.errors import MachineError, set_language
+from lora_trainer.families._base import BlockGroup
 from lora_trainer.hardware import (
     Card,
     Machine,
@@ -13,6 +14,7 @@ from lora_trainer.hardware import (
     choose_precision,
     describe_parts,
 )
+from lora_trainer.memory._packed import RowScaled, pack_layers
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 GTX_1080 = Card("NVIDIA GeForce GTX 1080", (6, 1))
@@ -173,3 +175,16 @@ def test_e03_trainable_weights_in_16_bits_are_a_bug():
     model["unet"][1].half()
     with pytest.raises(AssertionError, match=r"unet\.1\.weight"):
         assert_trainable_float32(model)
+
+
+def test_e05_packed_and_streamed_weights_are_told_as_they_are():
+    """A quantised base has hardly any parameters left: its weights are told by the format that they are kept in."""
+    model = nn.ModuleDict({"unet": nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 8))}).to("meta").requires_grad_(False)
+    pack_layers([BlockGroup("", [model["unet"]])], RowScaled(torch.int8, (nn.Linear,)))
+    model["unet"][1] = nn.Linear(8, 8).half().requires_grad_(False)
+    model["unet"][1].home = CPU
+    for layer in model["unet"][:1]:
+        layer.pack_weight(torch.randn(8, 64), CPU)
+        layer.bias = nn.Parameter(torch.zeros(8), requires_grad=False)
+    rows = [(row.component, row.dtype, row.device, row.parameters) for row in describe_parts(model)]
+    assert rows == [("unet", "fp16+fp32", "RAM → cpu+cpu", 8 + 72), ("unet", "int8", "cpu", 512)]

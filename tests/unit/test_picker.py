@@ -189,7 +189,7 @@ def test_settle_lays_the_preset_under_the_config(tmp_path: Path) -> None:
     path.write_text(text, encoding="utf-8")
     loaded, choice = settle(load(path, ["memoria.vram=4"]), machine(CARD_24))
     assert (loaded.preset, choice.preset) == ("4gb", "4gb")
-    assert loaded.config.memory.block_streaming == 1.0
+    assert loaded.config.data.resolution == (1024, 1024)
     assert loaded.config.training.batch_size == 2
     assert loaded.config.memory.vram == 4
     loaded, choice = settle(load(path), WITHOUT_CUDA)

@@ -1,0 +1,94 @@
+"""Networks of the caching phase: loaded as the rung in force says, and anew one rung down when memory runs out."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from ..families._base import Example
+from ..hardware import describe_parts
+from ..memory._encoders import load_encoders
+from ..memory.attention_slicing import slice_where_unfused
+from ..memory.caching import OnOom, exhausted, next_rung, rung_name
+from ..memory.recover import free_memory, is_out_of_memory
+from ..tracker import hold, host_memory
+
+if TYPE_CHECKING:
+    from .encode import Encoder
+
+Network = TypeVar("Network", bound=nn.Module)
+Entry = TypeVar("Entry")
+
+
+class Work(Generic[Network, Entry]):
+    """A network, loaded when it is first needed, and again one rung down whenever memory runs out."""
+
+    def __init__(
+        self,
+        phase: str,
+        device: torch.device,
+        load: Callable[[], Network],
+        encode: Callable[[Network, Entry], Example],
+        encoder: "Encoder",
+        on_oom: OnOom,
+    ) -> None:
+        self.phase, self.device, self.load, self.encode = phase, device, load, encode
+        self.encoder, self.on_oom = encoder, on_oom
+        self.network: Network | None = None
+
+    def do(self, entry: Entry) -> Example:
+        """Encode one entry, on whatever rung it takes."""
+        while True:
+            try:
+                if self.network is None:
+                    self.network = self.load()
+                return self.encode(self.network, entry)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                problem = str(error)  # the error itself holds on to what must be freed
+            self._descend(problem)
+
+    def _descend(self, problem: str) -> None:
+        self.network = None
+        free_memory(self.device)
+        lower = next_rung(self.encoder.encoding, self.phase)
+        if lower is None:
+            raise exhausted(self.encoder.encoding, self.phase, problem)
+        self.encoder.encoding = lower
+        self.on_oom(self.phase, rung_name(lower, self.phase))
+
+
+def load_text_encoders(encoder: "Encoder", device: torch.device) -> nn.ModuleDict:
+    encoding = encoder.encoding
+    with place(encoding.text_on_cpu):
+        encoders = load_encoders(
+            encoder.family,
+            torch.device("cpu") if encoding.text_on_cpu else device,
+            encoder.text_dtype,
+            quantization=encoding.text_quantization,
+            streaming=encoding.text_streaming,
+        )
+    if not encoding.text_on_cpu:
+        hold(encoders)
+    encoder.parts += describe_parts(encoders)
+    return encoders
+
+
+def load_vae(encoder: "Encoder", device: torch.device) -> nn.Module:
+    on_cpu = encoder.encoding.images_on_cpu
+    device = torch.device("cpu") if on_cpu else device
+    with place(on_cpu):
+        vae = encoder.family.load_vae(device, encoder.image_dtype)
+    if not on_cpu:
+        hold(vae)
+    slice_where_unfused(vae, device, encoder.family.vae_dtype(encoder.image_dtype))
+    encoder.parts += describe_parts({"vae": vae})
+    return vae
+
+
+def place(on_cpu: bool) -> AbstractContextManager[None]:
+    """What is moved to the CPU does not count as memory of the device, also where the device is the CPU."""
+    return host_memory() if on_cpu else nullcontext()

@@ -1,0 +1,204 @@
+"""A language LoRA as llama.cpp and Ollama load it: a GGUF file of the type "adapter", and a Modelfile that names it.
+
+Names and changes are those of llama.cpp's convert_lora_to_gguf: `blk.N.attn_q.weight.lora_a` is A (r, in), `….lora_b` is
+B (out, r), and where the converter orders the rows of a weight anew (gguf/names.py), those of B follow. One alpha holds
+for the whole file: a module whose scale is not alpha / rank has the difference in its B. The base may be any GGUF of the
+model, whatever its quantisation. Left out, because llama.cpp cannot load them: DoRA, adapters on one expert of a mixture,
+and on a head that the model shares with its embeddings.
+"""
+
+import os
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import MachineError, SourceError, UserError, t
+from ..gguf.blocks import dequantize
+from ..gguf.names import ARCHITECTURES, converted_names, rope_order
+from ..gguf.reader import GgufFile, open_gguf
+from ._lora import Lora, LoraModule
+
+PREFIX = "language_model."
+DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
+SAME_AS = {"mistral": "llama", "gemma3": "gemma3", "gemma3_text": "gemma3"}
+"""transformers' types that llama.cpp's converter writes as another architecture."""
+WAY_OUT = (
+    "saida.formatos: peft grava todos os módulos; o modelo mesclado também",
+    "output.formats: peft writes all modules; so does the merged model",
+)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A module's weight in llama.cpp: its name, and the order of its rows."""
+
+    tensor: str
+    order: Tensor | None
+
+
+def write_gguf_lora(
+    lora: Lora, config: Any, path: Path, *, precision: Literal["fp16", "fp32"] = "fp16", base: str = ""
+) -> Path:
+    """Write `path`. `config`: of the base, as transformers has it; `base`: its name, for people.
+
+    UserError, and nothing written, for what llama.cpp cannot load; all such modules are named together.
+    """
+    arch = architecture_for(config)
+    targets = _targets(lora, config, arch)
+    first = next(iter(lora.values()))
+    alpha = first.alpha
+    tensors: dict[str, Tensor] = {}
+    for name, module in lora.items():
+        fitted, target = module.with_scale(alpha / module.rank), targets[name]
+        up = fitted.up.flatten(1)
+        tensors[f"{target.tensor}.lora_a"] = fitted.down.flatten(1).to(DTYPES[precision])
+        tensors[f"{target.tensor}.lora_b"] = _in_file_order(up, target.order).to(DTYPES[precision])
+    _refuse_non_finite(tensors, path)
+    _write(path, tensors, {"arch": arch, "alpha": alpha, "name": path.stem, "base": base})
+    return path
+
+
+def read_gguf_lora(path: Path, config: Any, names: Collection[str]) -> Lora:
+    """The modules `names` of an adapter file, as write_gguf_lora took them. SourceError where one is missing."""
+    file = open_gguf(path, str(path))
+    targets = {name: _target(name, config, architecture_for(config)) for name in names}
+    lora: Lora = {}
+    for name, target in targets.items():
+        if target is None or f"{target.tensor}.lora_a" not in file.tensors:
+            raise SourceError(
+                t(pt=f"{path.name} não tem o módulo {name}", en=f"{path.name} lacks the module {name}"), where=str(path)
+            )
+        down, stored = (_values(file, f"{target.tensor}.lora_{letter}") for letter in "ab")
+        up = stored if target.order is None else stored[target.order]
+        lora[name] = LoraModule(down, up, float(file.metadata["adapter.lora.alpha"]) / len(down))
+    return lora
+
+
+def architecture_for(config: Any) -> str:
+    """llama.cpp's name for a model of this config; UserError where none is known."""
+    by_type = {known.model_type: name for name, known in ARCHITECTURES.items()} | SAME_AS
+    if config.model_type not in by_type:
+        raise UserError(
+            t(
+                pt=f"não sei gravar um LoRA em GGUF para modelos {config.model_type}",
+                en=f"GGUF LoRAs for {config.model_type} models cannot be written",
+            ),
+            t(pt=f"use {WAY_OUT[0]}", en=f"use {WAY_OUT[1]}"),
+        )
+    return by_type[config.model_type]
+
+
+def modelfile(base: str, adapter: str, *, system: str = "", context: int = 0) -> str:
+    """What `ollama create NAME -f Modelfile` reads; paths relative to it. The chat template comes with the base."""
+    lines = [f"FROM {_ollama_path(base)}", f"ADAPTER {_ollama_path(adapter)}"]
+    if context:
+        lines.append(f"PARAMETER num_ctx {context}")
+    if system:
+        assert '"""' not in system
+        lines.append(f'SYSTEM """{system}"""')
+    return "\n".join(lines) + "\n"
+
+
+def _ollama_path(name: str) -> str:
+    """A file needs a directory before it, or Ollama takes it for the name of a model in its library."""
+    is_file = name.lower().endswith(".gguf") and not Path(name).is_absolute() and not name.startswith(".")
+    return f"./{name}" if is_file else name
+
+
+def _targets(lora: Lora, config: Any, arch: str) -> dict[str, _Target]:
+    found = {name: _target(name, config, arch) for name in lora}
+    wrong = [name.removeprefix(PREFIX) for name, target in found.items() if target is None]
+    if doras := [name.removeprefix(PREFIX) for name, module in lora.items() if module.magnitude is not None]:
+        problem = t(pt="o llama.cpp não carrega DoRA", en="llama.cpp does not load DoRA")
+        raise UserError(f"{problem}: {_few(doras)}", t(pt=WAY_OUT[0], en=WAY_OUT[1]))
+    if wrong:
+        problem = t(
+            pt="o llama.cpp não carrega um LoRA destes módulos", en="llama.cpp does not load a LoRA of these modules"
+        )
+        raise UserError(f"{problem}: {_few(wrong)}", t(pt=WAY_OUT[0], en=WAY_OUT[1]))
+    return {name: target for name, target in found.items() if target is not None}
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (t(pt=f" e mais {len(names) - 4}", en=f" and {len(names) - 4} more") * (len(names) > 4))
+
+
+def _target(name: str, config: Any, arch: str) -> _Target | None:
+    parameter = f"{name.removeprefix(PREFIX)}.weight"
+    tensor = converted_names([parameter], arch, config.num_hidden_layers).get(parameter)
+    tied = tensor == "output.weight" and config.tie_word_embeddings
+    if tensor is None or tied or tensor == "token_embd.weight" or "_exps." in tensor:
+        return None
+    heads = (config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads[0]
+    return _Target(tensor, rope_order(arch, tensor, head_dim * heads[".attn_k." in tensor], heads))
+
+
+def _in_file_order(up: Tensor, order: Tensor | None) -> Tensor:
+    if order is None:
+        return up
+    stored = torch.empty_like(up)
+    stored[order] = up
+    return stored
+
+
+def _values(file: GgufFile, name: str) -> Tensor:
+    info = file.tensors[name]
+    return dequantize(file.raw(name), info.kind, torch.float32).view(info.shape)
+
+
+def _refuse_non_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
+    from ..errors import DivergedError
+
+    wrong = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
+    if wrong:
+        raise DivergedError(
+            t(
+                pt=f"{len(wrong)} tensores do LoRA não são finitos em {tensors[wrong[0]].dtype} ({wrong[0]}, …); nada "
+                "foi gravado",
+                en=f"{len(wrong)} tensors of the LoRA are not finite in {tensors[wrong[0]].dtype} ({wrong[0]}, …); "
+                "nothing was written",
+            ),
+            t(pt="diminua taxa_aprendizado, ou use precisao: fp32", en="lower learning_rate, or use precision: fp32"),
+            str(path),
+        )
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """All or nothing."""
+    from gguf import GGUFWriter
+
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writer = GGUFWriter(temporary, facts["arch"])
+        writer.add_type("adapter")
+        writer.add_string("adapter.type", "lora")
+        writer.add_float32("adapter.lora.alpha", facts["alpha"])
+        writer.add_name(facts["name"])
+        if facts["base"]:
+            writer.add_base_model_count(1)
+            writer.add_base_model_name(0, facts["base"])
+        for name, tensor in tensors.items():
+            writer.add_tensor(name, tensor.contiguous().numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise MachineError(
+            t(pt=f"não foi possível gravar o arquivo ({error})", en=f"the file could not be written ({error})"),
+            t(pt="libere espaço ou mude saida.diretorio", en="free space or change output.dir"),
+            str(path),
+        ) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()

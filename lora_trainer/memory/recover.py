@@ -1,0 +1,106 @@
+"""After an out-of-memory in mid-run: was it one, and what is the next, tighter rung?
+
+Only rungs that change no number: smaller micro-batches of the same window, recomputation, activations in host memory, more
+streamed blocks. What the user fixed stays. The run drops the half-done window, takes a rung and does the window again, so
+the effective batch, the order of the data and the noise are those of a run that had the last plan from its start.
+"""
+
+import gc
+import re
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from ..config.names import Key
+from ..loop import TornUpdate
+
+CHECKPOINTING: Key = ("training", "gradient_checkpointing")
+OFFLOAD: Key = ("memory", "activation_offload")
+STREAMING: Key = ("memory", "block_streaming")
+MICRO_BATCH: Key = ("training", "micro_batch")
+"""No option, but fixed where a window cannot be split."""
+SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Of the base's blocks."""
+
+_DISGUISES = re.compile(
+    r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
+    r"|not enough memory"
+)
+Result = TypeVar("Result")
+_OLDEST_NODE = torch.zeros((), requires_grad=True) + 0
+"""When a backward pass fails, what autograd's engine had queued stays in the thread's queue, gradients and graph with it.
+The next pass drops it, but only as far as its own nodes are older: nodes run youngest first. This one is older than all."""
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """An out-of-memory that is over: nothing here holds on to the computation that failed."""
+
+    problem: str
+    torn: bool = False
+    """Weights were being updated."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Also where a library says so in its own words: cuBLAS and cuDNN allocate beside PyTorch's allocator."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and bool(_DISGUISES.search(str(error)))
+
+
+def attempt(action: Callable[[], Result]) -> Result | Shortage:
+    """The action's result, or the shortage it ended in, with all its tensors let go."""
+    try:
+        return action()
+    except Exception as error:
+        torn = isinstance(error, TornUpdate)
+        if not torn and not is_out_of_memory(error):
+            raise
+        shortage = Shortage(str(error).partition("\n")[0], torn)
+        cause: BaseException | None = error
+        while cause is not None:  # frames of the failed computation hold its tensors
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
+    return shortage
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what is cached but not in use, and what a failed backward pass left behind."""
+    _OLDEST_NODE.backward()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class Rung:
+    """How a window is computed: the options in force, and the most examples at once."""
+
+    values: Mapping[Key, Any]
+    micro_batch: int
+
+
+def next_rung(rung: Rung, fixed: frozenset[Key] = frozenset(), phase: str = "train") -> Rung | None:
+    """The next tighter one; None below the last. `fixed`: options that are not ours to change.
+
+    Loading wants fewer weights on the card; what keeps fewer activations helps where there is a backward pass only.
+    """
+    values, size, learns = rung.values, rung.micro_batch, phase in ("train", "optimizer")
+    if size > 1 and MICRO_BATCH not in fixed and (learns or phase == "validation"):
+        return Rung(values, -(-size // 2))
+    recomputed = values.get(CHECKPOINTING) != "no"
+    if learns and not recomputed and CHECKPOINTING not in fixed:
+        return Rung({**values, CHECKPOINTING: "yes"}, size)
+    if not recomputed and CHECKPOINTING in fixed:
+        return None  # all that is below needs it
+    if learns and OFFLOAD not in fixed and values.get(OFFLOAD) != "yes":
+        return Rung({**values, OFFLOAD: "yes"}, size)
+    share = values.get(STREAMING)
+    now = float(share) if isinstance(share, (int, float)) else 0.0
+    more = next((step for step in SHARES if step > now), None)
+    if STREAMING in fixed or more is None:
+        return None
+    return Rung({**values, CHECKPOINTING: "yes", STREAMING: more}, size)

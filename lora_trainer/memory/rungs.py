@@ -1,0 +1,134 @@
+"""The ladder around a solved plan: what each technique that is on saves, what the next rungs would save and cost, and, where
+nothing fits, what each remedy would bring.
+
+Where a rung was simulated its numbers are the simulation's; else they follow from it by estimate.py and are marked so.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ..config.names import Key
+from ..tracker import PhasePeak
+from . import recover
+from .caching import plan_caching
+from .estimate import offload_saves, peak_at
+from .foresee import Tried
+from .plan import (
+    CHECKPOINTING,
+    OFFLOAD,
+    OPTIMIZER_8BIT,
+    QUANTIZATION,
+    SAVED_8BIT,
+    SAVED_QUANTIZED,
+    STREAMING,
+    Candidate,
+    Planner,
+)
+
+PASSES = 2
+"""Over the blocks in a micro-batch under recomputation: one in each direction."""
+
+
+class Rungs:
+    """`best`: the planner's answer, or what came closest."""
+
+    def __init__(self, planner: Planner, best: Candidate) -> None:
+        self.planner, self.best = planner, best
+
+    def below(self) -> Iterator[Tried]:
+        """The rungs of recover.py from here down."""
+        shape, planner = self.planner.shape, self.planner
+        fixed = frozenset(key for key in planner.written if not planner.free(key))
+        rung = recover.next_rung(recover.Rung(self.best.values, shape.batch_size), fixed)
+        while rung is not None and (tried := self._tried(dict(rung.values), rung.micro_batch)) is not None:
+            yield tried
+            rung = recover.next_rung(rung, fixed)
+
+    def without(self) -> dict[Key, int]:
+        """The peak without each technique that is on, where it is known."""
+        found = {}
+        for key, off in ((CHECKPOINTING, "no"), (STREAMING, "no"), (OFFLOAD, "no")):
+            if self.best.values[key] == off:
+                continue
+            values = {**self.best.values, key: off}
+            if key == CHECKPOINTING:
+                values |= {STREAMING: "no", OFFLOAD: "no"}  # which need it
+            if (tried := self._tried(values, self.planner.shape.batch_size)) is not None:
+                found[key] = tried.peak
+        return found
+
+    def saves(self, *, simulate: bool) -> dict[Key, int]:
+        """Bytes off the highest phase, by the option to change; `simulate` those two that nothing else tells."""
+        phase = max(self.best.prediction.phases.values(), key=lambda peak: peak.total)
+        values, batch_size = self.best.values, self.planner.shape.batch_size
+        found = self._by_cause(phase)
+        if values[CHECKPOINTING] == "yes":
+            found[STREAMING] = self.best.peak - peak_at(self.best.peak, self.best.share, 1.0, self.planner.blocks)
+            if values[OFFLOAD] != "yes":
+                found[OFFLOAD] = offload_saves(self.best.prediction.phases)
+        elif simulate:
+            found[CHECKPOINTING] = self._simulated_saving({**values, CHECKPOINTING: "yes"}, batch_size)
+        if batch_size > 1:
+            rough = _of_batch(self.best.prediction.phases) * (batch_size - 1) // batch_size
+            found["training", "batch_size"] = self._simulated_saving(values, 1) if simulate else rough
+        if self.planner.config.data.cache_text_encoder == "no":
+            found["data", "cache_text_encoder"] = self._text_encoders()
+        return {key: saved for key, saved in found.items() if saved > 0}
+
+    def _by_cause(self, phase: PhasePeak) -> dict[Key, int]:
+        causes, values = phase.causes, self.best.values
+        trained = causes["adapter"] + causes["gradients"] + causes["optimizer"]
+        found: dict[Key, int] = {("model", "lora_rank"): trained // 2}
+        found["data", "resolution"] = (causes["activations"] + causes["temporary"]) * 7 // 16  # 1 - (3/4)²
+        if values[OPTIMIZER_8BIT] != "yes":
+            found[OPTIMIZER_8BIT] = int(causes["optimizer"] * SAVED_8BIT)
+        if values[QUANTIZATION] == "no":
+            found[QUANTIZATION] = int(causes["frozen"] * SAVED_QUANTIZED["nf4"])
+        return found
+
+    def _text_encoders(self) -> int:
+        """Of the frozen weights, those that training would not hold if captions were cached."""
+        planner = self.planner
+        _, phases, _ = plan_caching(planner.family, planner.config, planner.precision.frozen, planner.shape.resolution, None)
+        return phases["text_cache"].causes["frozen"]
+
+    def _simulated_saving(self, values: dict[Key, Any], micro_batch: int) -> int:
+        shape = replace(self.planner.shape, batch_size=micro_batch)
+        prediction = self.planner.predict(values, shape)
+        return self.best.peak - max(phase.total for phase in prediction.phases.values())
+
+    def _tried(self, values: dict[Key, Any], micro_batch: int) -> Tried | None:
+        """A rung's numbers: simulated ones if there are any, else those of the nearest simulation moved."""
+        shape, blocks = self.planner.shape, self.planner.blocks
+        for one in self.planner.tried:
+            if one.values == values and micro_batch == shape.batch_size:
+                return Tried(values, one.peak, one.prediction.flops, one.prediction.transferred, micro_batch)
+        near = self._nearest(values)
+        if near.values[CHECKPOINTING] != values[CHECKPOINTING]:
+            return None
+        share = values[STREAMING] if isinstance(values[STREAMING], float) else 0.0
+        windows, splits = shape.accumulation, -(-shape.batch_size // micro_batch)
+        copied = near.prediction.transferred - PASSES * blocks.moved(near.share)[0] * windows
+        copied += PASSES * blocks.moved(share)[0] * windows * splits
+        peak = peak_at(near.peak, near.share, share, blocks)
+        if values[OFFLOAD] != near.values[OFFLOAD]:
+            sign = 1 if values[OFFLOAD] == "yes" else -1
+            saved = max(offload_saves(one.prediction.phases) for one in self.planner.tried)
+            peak, copied = peak - sign * saved, copied + sign * 2 * PASSES * saved * windows
+        peak -= _of_batch(near.prediction.phases) * (shape.batch_size - micro_batch) // shape.batch_size
+        return Tried(values, peak, near.prediction.flops, max(0, copied), micro_batch, simulated=False)
+
+    def _nearest(self, values: dict[Key, Any]) -> Candidate:
+        """Equal in as much as estimates cannot bridge."""
+        weights = {CHECKPOINTING: 8, QUANTIZATION: 4, OPTIMIZER_8BIT: 2, OFFLOAD: 1}
+        return max(
+            self.planner.tried,
+            key=lambda one: sum(weight for key, weight in weights.items() if one.values[key] == values[key]),
+        )
+
+
+def _of_batch(phases: dict[str, PhasePeak]) -> int:
+    """Bytes of the highest phase that grow with the batch."""
+    worst = max(phases.values(), key=lambda phase: phase.total)
+    return worst.causes["activations"] + worst.causes["temporary"]

@@ -1,0 +1,53 @@
+"""What a saved state depends on, and what may have changed when a run goes on from it."""
+
+from typing import Any
+
+from .config import names
+from .config.schema import Config
+from .errors import ConfigError, t
+
+FIXED = ("training.optimizer", "training.use_8bit_optimizer", "training.lora_plus_ratio")
+"""Besides all of `model`, options that a run may not change when it resumes."""
+FREE = ("epochs", "max_steps", "validate_every", "gradient_checkpointing")
+"""Options of `training` that change nothing of what was trained so far."""
+PATHS = {"base_model", "vae", "tokenizer", "architecture", "initial_lora"}
+
+
+def resume_options(config: Config, seed: int) -> dict[str, Any]:
+    """What a state depends on, by "section.option"; paths are left out, since they may move."""
+    model = config.model.model_dump(mode="json", exclude=PATHS | {"family"})
+    training = config.training.model_dump(mode="json", exclude=set(FREE))
+    flat = {f"model.{name}": value for name, value in model.items()}
+    flat |= {f"training.{name}": value for name, value in training.items()}
+    return {**flat, "system.seed": seed, "data.resolution": list(config.data.resolution)}
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """A line for each option that changed; raises ConfigError where the change would spoil the run."""
+    changed = [key for key in now if before.get(key) != now[key]]
+    lines = {key: f"{_shown(key)}: {before.get(key)} → {now[key]}" for key in changed}
+    spoiling = "; ".join(lines[key] for key in changed if key.startswith("model.") or key in FIXED)
+    if spoiling:
+        raise ConfigError(
+            t(
+                pt=f"não dá para retomar com outras opções de modelo ({spoiling})",
+                en=f"cannot resume with other options of the model ({spoiling})",
+            ),
+            t(
+                pt="use as mesmas, com o mesmo rank e os mesmos alvos, ou comece de novo com --recomecar",
+                en="keep them, with the same rank and targets, or start over with --restart",
+            ),
+        )
+    return [t(pt=f"mudou desde o estado salvo: {one}", en=f"changed since the saved state: {one}") for one in lines.values()]
+
+
+def data_changed() -> str:
+    return t(
+        pt="as imagens, legendas ou buckets mudaram desde o estado salvo; a ordem daqui em diante é a do conjunto novo",
+        en="images, captions or buckets changed since the state was saved; from here on the order is the new set's",
+    )
+
+
+def _shown(key: str) -> str:
+    section, _, name = key.partition(".")
+    return names.options()[section, name].shown()

@@ -1,0 +1,25 @@
+"""A causal LM whose base is a GGUF file, packed or not."""
+
+from pathlib import Path
+
+from lora_trainer.config.schema import ModelConfig
+from lora_trainer.families._lm_base import GgufBase
+from lora_trainer.families.causal_lm import CausalLM
+from lora_trainer.gguf.reader import GgufFile
+from lora_trainer.sources import Source
+
+
+class GgufLM(CausalLM):
+    def __init__(self, path: Path, *, packed: bool = True) -> None:
+        source = Source(path, "file", "modelo_base")
+        super().__init__(source, ModelConfig(base_model=str(path)), GgufBase(source, unpacked=not packed))
+
+    @property
+    def file(self) -> GgufFile:
+        assert isinstance(self.base, GgufBase)
+        return self.base.file
+
+    @file.setter
+    def file(self, file: GgufFile) -> None:
+        assert isinstance(self.base, GgufBase)
+        self.base.file = file
