@@ -1,44 +1,43 @@
-"""The files a run leaves for its user: adapters with their metadata, checked by the consumer's loader, and the plot."""
+"""The files an image run leaves: adapters with their metadata, each checked by the consumer's loader."""
 
 import logging
 from collections import Counter
 from pathlib import Path
+from typing import cast
 
 from torch import nn
 
 from .adapters import Adapter
-from .config.loading import Loaded
 from .data.batches import BatchPlan
 from .errors import t
 from .export.metadata import RunFacts, describe
 from .export.verify import Verification, verify
-from .export.write import save_adapter
+from .export.write import Format, save_adapter
 from .families._base import Family
-from .plot import plot_metrics
-from .progress import Terminal
-from .run_folder import RunFolder, keep_last
+from .modality import Outputs
+from .modality import RunFacts as Run
+from .run_folder import keep_last
 from .tracker import host_memory
 
 log = logging.getLogger(__name__)
 
 
-class Outputs:
-    def __init__(
-        self, loaded: Loaded, folder: RunFolder, family: Family, batches: BatchPlan, day: str, total: int
-    ) -> None:
-        self.loaded, self.folder, self.family = loaded, folder, family
+class ImageOutputs(Outputs):
+    def __init__(self, run: Run, family: Family, batches: BatchPlan) -> None:
+        self.loaded, self.folder, self.family = run.loaded, run.folder, family
         self.dataset, self.steps_per_epoch = batches.dataset, batches.steps_per_epoch
-        self.day, self.total = day, total
+        self.day, self.total = run.day, run.total
+        self.formats = family.chosen_formats(run.loaded.config.output.formats)
         self.written: list[Path] = []
 
     def save(self, adapter: Adapter, step: int, *, intermediate: bool) -> list[Path]:
         """Write every format asked for; intermediate files beyond `manter_ultimos` go."""
         output, paths = self.loaded.config.output, []
         metadata = describe(self.family, self.loaded.config, self._facts(step))
-        for format_ in output.formats:
+        for format_ in self.formats:
             path = self.folder.adapter(format_, step if intermediate else None)
             with host_memory():
-                paths.append(save_adapter(adapter, self.family, path, format_, output.precision, metadata))
+                paths.append(save_adapter(adapter, self.family, path, cast(Format, format_), output.precision, metadata))
             keep_last(self.folder.intermediate(format_), output.keep_last)
         self.written = paths
         if adapter.is_untrained():
@@ -78,20 +77,13 @@ class Outputs:
 
     def last_good(self) -> str:
         """Where the last usable result is, for a run that diverged."""
-        files = [path for format_ in self.loaded.config.output.formats for path in self.folder.intermediate(format_)]
+        files = [path for format_ in self.formats for path in self.folder.intermediate(format_)]
         if files:
             return t(pt=f"último arquivo bom: {files[-1]}", en=f"last good file: {files[-1]}")
         states = sorted(self.folder.state.glob("passo-*"))
         if states:
             return t(pt=f"último estado bom: {states[-1]}", en=f"last good state: {states[-1]}")
         return t(pt="nenhum arquivo tinha sido salvo ainda", en="no file had been saved yet")
-
-    def plot(self, terminal: Terminal) -> None:
-        """The run is done and verified; a plot that cannot be drawn does not change that."""
-        try:
-            plot_metrics(self.folder.metrics, self.folder.path / "perda.png")
-        except (OSError, ValueError, RuntimeError) as error:
-            terminal.warn(t(pt=f"o gráfico da perda não foi gravado: {error}", en=f"the loss plot was not written: {error}"))
 
 
 def _line(checked: Verification, step: int, total: int) -> str:

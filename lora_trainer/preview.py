@@ -19,7 +19,7 @@ from .adapters import Adapter
 from .config.schema import Config
 from .data.encode import Encoder
 from .errors import t
-from .families._base import Example, Family, Sampling
+from .families._base import Example, ImageFamily, Sampling
 from .memory._base import MemoryPlan
 from .memory.attention_slicing import slice_where_unfused
 from .memory.caching import OnOom
@@ -34,7 +34,7 @@ MEASURES = {"demo": "lora_trainer.demo.score"}
 """`amostras.medida` -> module with PROMPTS, GUIDANCE_SCALE, INFERENCE_STEPS, SEED and concept_score(images)."""
 
 
-class Previews:
+class ImagePreviews:
     """Draws prompts with the model as it is. `plan` is set when the model is loaded, and whenever it changes."""
 
     plan: MemoryPlan
@@ -43,7 +43,7 @@ class Previews:
 
     def __init__(
         self,
-        family: Family,
+        family: ImageFamily,
         config: Config,
         encoder: Encoder,
         device: torch.device,

@@ -17,21 +17,16 @@ from . import adapters, hardware, optimizers, schedules
 from .checkpoint import latest_step
 from .config import effective
 from .config.loading import Loaded
-from .data import dataset as data
-from .data.batches import BatchPlan, Loader
-from .data.cache import Cache
-from .data.encode import EncodeCounts, Encoder, caches_text, encode_dataset
-from .data.report import summary_lines, token_lines
 from .errors import Interrupted, UserError, t
 from .families import resolve
 from .interrupt import StopRequest
 from .memory.caching import rung_title
 from .memory.cap import cap_process, spill_warning
 from .memory.ram import Ram, ram_notice
-from .outputs import Outputs
+from .modality import Desk, RunFacts
 from .picker import Choice, settle
 from .planning import Planning
-from .preview import Previews
+from .plot import plot_metrics
 from .progress import Metrics, Phases, Terminal, peak_resident_bytes, write_json
 from .run_folder import Lock, RunFolder, check, claim
 from .setup import Setup, Target
@@ -91,13 +86,13 @@ class Run:
 
     def work(self, resume: bool) -> None:
         with self.phases.phase("cache"):
-            self.encode()
+            self.prepare()
         self.stop.check()
         with self.phases.phase("load"):
             training = self.load_model()
         start = training.restore() if resume else 0
         self.stop.check()
-        self.previews.measure_before(training.setup.model, training.setup.adapter)
+        self.modality.previews.measure_before(training.setup.model, training.setup.adapter)
         self.folder.done.unlink(missing_ok=True)  # a finished run that is being extended is not finished
         with self.phases.phase("train"), self.stop.waiting_for_step():
             training.loop(start)
@@ -132,29 +127,23 @@ class Run:
         self.terminal.phase(f"base: {self.family.title} · {self.family.source.title()}")
         for notice in self.family.notices:
             self.terminal.warn(notice)
-        adapters.check_targets(self.family, self.config.model, self.config.output.formats)
+        formats = self.family.chosen_formats(self.config.output.formats)
+        adapters.check_targets(self.family, self.config.model, formats)
 
     def read_data(self) -> None:
-        self.cache_dir = Path(self.config.data.cache_dir or Path(self.config.output.dir) / ".cache")
+        cache_dir = Path(self.config.data.cache_dir or Path(self.config.output.dir) / ".cache")
+        self.modality = self.family.modality(self.config, cache_dir)
         with self.terminal.steps() as progress:
-            self.dataset = data.build(
-                self.config.data,
-                self.cache_dir,
-                side_multiple=self.family.side_multiple,
-                exclude=[Path(self.config.output.dir)],
-                progress=progress,
-            )
-        for warning in self.dataset.notes.warnings:
+            warnings, notes = self.modality.read(progress)
+        for warning in warnings:
             self.terminal.warn(warning)
-        for note in self.dataset.notes.notes:
+        for note in notes:
             self.terminal.say(note)
 
     def settle_plan(self, resume: bool) -> None:
         self.planning = Planning(self.loaded, self.choice, self.precision, self.folder, self.terminal, self.metrics)
-        training = self.config.training
-        batches = BatchPlan(self.dataset, training.batch_size, training.gradient_accumulation_steps, seed=0)
-        worst = batches.worst()
-        self.loaded = self.planning.settle(self.family.source, (len(worst), batches.size(worst)), resume=resume)
+        worst = self.modality.batches(self.config.training, seed=0).worst_size()
+        self.loaded = self.planning.settle(self.family.source, worst, resume=resume)
         self.config = self.loaded.config
         for warning in self._shortages():
             self.terminal.warn(warning)
@@ -200,7 +189,7 @@ class Run:
         self.loaded, self.config = loaded, loaded.config
         effective.write(loaded, self.folder.path / "config.yaml")
         training = self.config.training
-        self.batches = BatchPlan(self.dataset, training.batch_size, training.gradient_accumulation_steps, self.seed)
+        self.batches = self.modality.batches(training, self.seed)
         planned = training.epochs * self.batches.steps_per_epoch
         self.total = min(planned, training.max_steps or planned)
 
@@ -219,71 +208,52 @@ class Run:
 
     # -- caching phase
 
-    def encode(self) -> None:
-        summary = summary_lines(self.batches, self.config.training.epochs)
-        for line in [
-            *summary,
-            *token_lines(self.dataset, self.family.count_tokens, self.config.data.max_caption_tokens),
-        ]:
+    def prepare(self) -> None:
+        for line in self.modality.summary(self.batches, self.config.training.epochs):
             self.terminal.say(f"  {line}")
         for notice in schedules.schedule_notices(self.total, self.config.training):
             self.terminal.warn(notice)
-        dtype = self.precision.frozen
-        cached = caches_text(self.config.data.cache_text_encoder, self.config.model.train_text_encoder)
-        self.encoder = Encoder(
-            self.family, Cache(self.cache_dir), self.config.data, self.family.vae_dtype(dtype), dtype, cached,
-            self.planning.encoding,
+        desk = Desk(
+            self.config, self.device, self.precision, self.terminal, self.metrics, self.seed,
+            self.planning.encoding, self._heard,
         )  # fmt: skip
-        self.previews = Previews(self.family, self.config, self.encoder, self.device, self.terminal, self.metrics)
-        self.previews.on_oom = self._heard
-        with self.terminal.steps() as progress:
-            captions = self.previews.captions()
-            counts = encode_dataset(self.dataset, self.encoder, self.device, captions, progress, self._heard)
-        self.planning.write(encoding=self.encoder.encoding.to_json())
-        self._say_cache(counts)
-        self.loader = Loader(self.dataset, self.encoder, self.seed)
+        encoding, line = self.modality.prepare(desk)
+        self.planning.write(encoding=encoding.to_json())
+        self.terminal.phase(line)
 
     def _heard(self, phase: str, rung: str) -> None:
         """Memory ran out outside of training, and went down a ladder."""
         self.metrics.event("oom", phase=phase, rung=rung)
         self.terminal.warn(rung_title(phase, rung))
 
-    def _say_cache(self, counts: EncodeCounts) -> None:
-        self.terminal.phase(
-            t(
-                pt=f"cache: {counts.images} imagens ({counts.images_made} codificadas agora), "
-                f"{counts.texts} legendas ({counts.texts_made} agora)",
-                en=f"cache: {counts.images} images ({counts.images_made} encoded now), "
-                f"{counts.texts} captions ({counts.texts_made} now)",
-            )
-        )
-
     # -- training
 
     def load_model(self) -> Training:
         target = Target(
             self.family, self.config, self.device, self.precision, self.seed,
-            with_text=not self.loader.encoder.cache_text, folder=self.folder.state, tell=self.terminal.warn,
+            with_text=self.modality.trains_with_text, folder=self.folder.state, tell=self.terminal.warn,
         )  # fmt: skip
         session = Session(
             self.loaded, self.folder, self.terminal, self.metrics, self.stop, self.phases, self.planning
         )
+        modality = self.modality
         setup = Setup(target, self.planning.rung)
-        training = Training(session, setup, self.batches, self.loader, self.previews, self.total)
+        training = Training(session, setup, self.batches, modality.loader, modality.previews, self.total)
         training.build()
         self.planning.write(device=str(self.device), precision=self.precision.name, techniques=setup.techniques())
-        parts = [*self.encoder.parts, *hardware.describe_parts(setup.model)]
+        parts = [*modality.parts, *hardware.describe_parts(setup.model)]
         rows = [[row.component, row.dtype, row.device, f"{row.parameters:,}"] for row in parts]
         title = t(pt="componente / precisão / dispositivo", en="component / dtype / device")
         self.terminal.table(title, ["", "", "", t(pt="parâmetros", en="parameters")], rows)
-        training.outputs = Outputs(self.loaded, self.folder, self.family, self.batches, self.day, self.total)
+        facts = RunFacts(self.loaded, self.folder, self.day, self.total, self.terminal.warn)
+        training.outputs = modality.outputs(facts, self.batches)
         return training
 
     def finish(self, training: Training) -> None:
         with self.phases.phase("preview"), optimizers.evaluation_weights(training.setup.optimizer):
             if self.config.samples.prompts:
-                self.previews.draw(training.setup.model, training.setup.adapter, self.total, self.folder)
-            self.previews.measure_after(training.setup.model)
+                self.modality.previews.draw(training.setup.model, training.setup.adapter, self.total, self.folder)
+            self.modality.previews.measure_after(training.setup.model)
         with self.phases.phase("save"):
             lines = training.finish()
         self.planning.write(
@@ -292,9 +262,19 @@ class Run:
         write_json(self.folder.done, {"steps": self.total})
         files = [path.name for path in training.outputs.written]
         self.metrics.event("done", step=self.total, files=files, peak_rss=peak_resident_bytes())
-        training.outputs.plot(self.terminal)
+        self.plot()
         for line in lines:
             self.terminal.say(line, style="green")
+
+
+    def plot(self) -> None:
+        """The run is done and verified; a plot that cannot be drawn does not change that."""
+        try:
+            plot_metrics(self.folder.metrics, self.folder.path / "perda.png")
+        except (OSError, ValueError, RuntimeError) as error:
+            self.terminal.warn(
+                t(pt=f"o gráfico da perda não foi gravado: {error}", en=f"the loss plot was not written: {error}")
+            )
 
 
 def quiet_libraries() -> None:

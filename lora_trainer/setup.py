@@ -68,7 +68,8 @@ class Setup:
             target.tell(notice)
         self.built += 1
         groups = family.blocks(self.model)
-        self.adapter = adapters.inject(self.model, family, config.model, target.seed, formats=config.output.formats)
+        formats = family.chosen_formats(config.output.formats)
+        self.adapter = adapters.inject(self.model, family, config.model, target.seed, formats)
         if config.model.initial_lora:
             self.adapter.load_file(Path(config.model.initial_lora))
         hardware.assert_trainable_float32(self.model)

@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn
 
 from .config.names import shown
 from .errors import SourceError, t
+from .gguf.reader import is_gguf, open_gguf
 from .headers import PICKLE_SUFFIXES, Header, TensorInfo, read_header, refuse_pickle
 from .kinds import Kind, classify, classify_folder
 
@@ -30,6 +31,10 @@ _CONFIG_FILES = {
     "tokenizer": "tokenizer/tokenizer_config.json",
     "tokenizer_2": "tokenizer_2/tokenizer_config.json",
 }
+
+
+IMAGE_GGUF = ("flux", "sd1", "sdxl", "sd3", "aura", "ltxv", "hyvid", "wan", "qwen_image", "lumina2", "pixart", "chroma")
+"""`general.architecture` of GGUF files that hold image and video models."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,12 @@ class Source:
 
     @cached_property
     def _looks_like(self) -> Kind:
-        return classify(self.header) if self.kind == "file" else classify_folder(self.config)
+        if self.kind == "folder":
+            return classify_folder(self.config)
+        if is_gguf(self.path):
+            image = open_gguf(self.path, self.what).architecture in IMAGE_GGUF
+            return Kind.UNKNOWN if image else Kind.LANGUAGE_MODEL
+        return classify(self.header)
 
     def title(self) -> str:
         """The name people know it by."""
@@ -170,6 +180,8 @@ def _near(path: Path) -> str:
 
 
 def _open_file(path: Path, what: str) -> Source:
+    if is_gguf(path):  # its reader tells the tensors apart, and what is wrong with it
+        return Source(path, "file", what)
     header, metadata = read_header(path, what)
     return Source(path, "file", what, header, metadata)
 
@@ -179,7 +191,7 @@ def _open_folder(path: Path, what: str) -> Source:
     if any(marker.is_file() for marker in markers):
         return Source(path, "folder", what)
     files = sorted(p for p in path.iterdir() if p.is_file())
-    weights = [p for p in files if p.suffix.lower() == ".safetensors"]
+    weights = [p for p in files if p.suffix.lower() in (".safetensors", ".gguf")]
     if len(weights) == 1:
         return _open_file(weights[0], what)
     if len(weights) > 1:
@@ -195,8 +207,8 @@ def _open_folder(path: Path, what: str) -> Source:
         refuse_pickle(pickles[0], what)
     raise SourceError(
         t(
-            pt=f"a pasta {path} não tem modelo: nem model_index.json, nem config.json, nem um .safetensors",
-            en=f"the folder {path} has no model: no model_index.json, no config.json, no .safetensors",
+            pt=f"a pasta {path} não tem modelo: nem model_index.json, nem config.json, nem um .safetensors ou .gguf",
+            en=f"the folder {path} has no model: no model_index.json, no config.json, no .safetensors or .gguf",
         ),
         _near(path),
         what,
@@ -260,7 +272,7 @@ def _wanted_files(hub_id: str) -> list[str]:
     from huggingface_hub import HfApi
 
     names = list(HfApi().list_repo_files(hub_id))
-    wanted = [name for name in names if name.endswith((".json", ".txt")) and name.count("/") <= 1]
+    wanted = [name for name in names if name.endswith((".json", ".txt", ".jinja", ".model")) and name.count("/") <= 1]
     for sub in ("", *COMPONENTS):
         inside = [n.removeprefix(f"{sub}/" if sub else "") for n in names if n.startswith(f"{sub}/" if sub else n)]
         inside = [n for n in inside if "/" not in n and n.endswith(".safetensors")]

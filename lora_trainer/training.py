@@ -15,7 +15,7 @@ from . import optimizers, schedules
 from .checkpoint import State, load_state, save_state
 from .config.loading import Loaded
 from .config.names import Key
-from .data.batches import BatchPlan, Draw, Loader
+from .data.batches import Draw
 from .errors import DivergedError, DoesNotFitError, Interrupted, MachineError, UserError, t
 from .families._base import Batch
 from .interrupt import StopRequest
@@ -23,9 +23,8 @@ from .loop import StepReport, StepsInBackward, gradients, to_device
 from .loop import train as training_loop
 from .memory.measured import Measured
 from .memory.recover import MICRO_BATCH, Shortage, attempt, next_rung
-from .outputs import Outputs
+from .modality import Batches, Loader, Outputs, Previews
 from .planning import Planning
-from .preview import Previews
 from .progress import Metrics, Phases, Terminal, gib
 from .resume import changes, data_changed
 from .run_folder import RunFolder
@@ -59,7 +58,7 @@ class Training:
     outputs: Outputs
 
     def __init__(
-        self, session: Session, setup: Setup, batches: BatchPlan, loader: Loader, previews: Previews, total: int
+        self, session: Session, setup: Setup, batches: Batches, loader: Loader, previews: Previews, total: int
     ) -> None:
         self.session, self.config, self.setup = session, session.loaded.config, setup
         self.batches, self.loader, self.previews, self.total = batches, loader, previews, total
@@ -181,8 +180,7 @@ class Training:
 
     def _split(self, window: list[list[Draw]]) -> list[list[Draw]]:
         """The same examples in micro-batches no larger than the rung allows."""
-        size = self.setup.rung.micro_batch
-        return [draws[at : at + size] for draws in window for at in range(0, len(draws), size)]
+        return [part for draws in window for part in self.batches.split(draws, self.setup.rung.micro_batch)]
 
     def _factor(self, step: int) -> float:
         return schedules.lr_factor(step, self.total, self.config.training)

@@ -19,6 +19,7 @@ from ..hardware import Precision, choose_precision
 from ..memory.advice import cause_title, does_not_fit, explain, phase_title
 from ..memory.ask import ask
 from ..memory.foresee import Foresight, Tried, named
+from ..memory.plan import with_values
 from ..memory.ram import Ram, ram_notice
 from ..memory.speed import Speed, speed_of
 from ..picker import Choice, settle
@@ -82,15 +83,15 @@ def show(arguments: argparse.Namespace, settings: Sequence[str]) -> None:
         found, available = planned.found, planned.choice.available
         assert available is not None
         on = frozenset(key for key, value in found.values.items() if value not in ("no", None))
-        causes = found.phases[found.worst_phase].causes
-        lines = explain(found.worst_phase, causes, planned.loaded.config, on, found.saves)
+        causes, solved = found.phases[found.worst_phase].causes, with_values(planned.loaded.config, found.values)
+        lines = explain(found.worst_phase, causes, solved, on, found.saves)
         raise does_not_fit(found.peak, available, found.worst_phase, lines)
 
 
 def plan(loaded: Loaded) -> Planned:
     """Pick, open the architecture, solve and simulate."""
     model = loaded.config.model
-    if not model.base_model and model.family == "auto":
+    if not model.base_or_architecture and model.family == "auto":
         raise ConfigError(
             t(pt="diga o que planejar", en="say what to plan"),
             t(
@@ -104,17 +105,17 @@ def plan(loaded: Loaded) -> Planned:
 def plan_for(loaded: Loaded, choice: Choice) -> Planned:
     """For a card that was chosen already."""
     config = loaded.config
-    source = open_source(config.model.base_model) if config.model.base_model else None
+    source = open_source(config.model.base_or_architecture) if config.model.base_or_architecture else None
     found = ask(
         loaded,
         choice,
         source,
         planned_precision(loaded, choice).name,
-        worst=(config.training.batch_size, config.data.resolution),
+        worst=(config.training.batch_size, None),
         previews=bool(config.samples.prompts),
         validation=config.data.validation_fraction > 0,
     )
-    family = presets.family_of(config.model.base_model, config.model.family)
+    family = presets.family_of(config.model.base_or_architecture, config.model.family)
     return Planned(loaded, choice, family, found, speed_of(choice.card, config.memory.vram), amount_of(config))
 
 

@@ -54,7 +54,7 @@ def show(arguments: argparse.Namespace, settings: Sequence[str]) -> None:
     chosen = pick(loaded.config.memory, loaded.config.system.device, Machine.read())
     tables = {}
     for family in _families(loaded):
-        known = loaded.config.model.base_model or loaded.config.model.family != "auto"
+        known = loaded.config.model.base_or_architecture or loaded.config.model.family != "auto"
         # Every family there is would take minutes to predict.
         tables[family] = (
             rows(loaded) if known else rows(load(path, [*settings, f"model.family={family}"], required=()), lambda _: None)
@@ -79,9 +79,9 @@ def rows(loaded: Loaded, predict: Predict = predict) -> list[Row]:
 
 def _families(loaded: Loaded) -> list[str]:
     model = loaded.config.model
-    if model.base_model is None and model.family == "auto":
+    if model.base_or_architecture is None and model.family == "auto":
         return presets.families()
-    family = presets.family_of(model.base_model, model.family)
+    family = presets.family_of(model.base_or_architecture, model.family)
     if family is None:
         raise ConfigError(
             t(pt="não reconheci a família do modelo base", en="the base model's family was not recognised"),

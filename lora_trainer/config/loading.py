@@ -108,7 +108,7 @@ def load(
     chosen = None if asked in ("auto", "none") else asked
     family, written = None, frozenset(_merge(user))
     if chosen or any(sheet.families for sheet in [*below, *user]):
-        family = presets.family_of(facts.config.model.base_model, facts.config.model.family)
+        family = presets.family_of(facts.config.model.base_or_architecture, facts.config.model.family)
         entries = _with_families(chosen, below, user, family, remarks)
         facts, problems, said = _check(entries, main.source)
         if problems:

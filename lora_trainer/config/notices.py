@@ -27,7 +27,7 @@ class _Needs:
 
 
 def _has_convolutions(config: Config) -> bool:
-    return config.model.lora_targets not in ("attention", "attention+mlp")
+    return config.model.lora_targets not in ("auto", "attention", "attention+mlp")
 
 
 _NEEDS = (

@@ -25,7 +25,7 @@ EXPECTED: dict[Key, str] = {
     ("model", "tokenizer"): "folder",
     ("model", "architecture"): "folder",
     ("model", "initial_lora"): "file",
-    ("data", "data_dir"): "folder",
+    ("data", "data_dir"): "any",
     ("data", "mask_dir"): "folder",
     ("data", "regularization_dir"): "folder",
     ("data", "cache_dir"): "output",
@@ -33,6 +33,9 @@ EXPECTED: dict[Key, str] = {
 }
 """What must be there. "output": made when needed, but it must be possible to write there."""
 
+SHAPES = Path(__file__).parents[1] / "families" / "shapes"
+"""Config files of popular language models, known by name: `modelo.arquitetura: llama-3.1-8b`."""
+_SHAPE = re.compile(r"[\w.-]+")
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _FILE_ENDINGS = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
@@ -82,6 +85,8 @@ def _resolve(value: str, entry: Entry, outcome: Outcome) -> str:
     if not text:
         outcome.problems.append(_empty(entry))
         return value
+    if entry.option.key == ("model", "architecture") and _SHAPE.fullmatch(text) and (SHAPES / text).is_dir():
+        return str(SHAPES / text)
     if os.name != "nt" and _DRIVE.match(text):
         outcome.problems.append(_other_computer(text, entry))
         return text

@@ -24,7 +24,7 @@ YIELDS: dict[Key, tuple[Key, ...]] = {
 """What the user writes -> what a preset then leaves alone, because it would say something else beside it:
 `tamanho_lote: 2` is an effective batch of 2, whatever the preset accumulates."""
 
-_FAMILY_OF_KIND = {"sd1": "sd15", "sd2": "sd15"}
+_FAMILY_OF_KIND = {"sd1": "sd15", "sd2": "sd15", "language_model": "causal_lm"}
 """Where a family's name is not its kind's."""
 
 

@@ -34,6 +34,7 @@ WORDS: dict[str, dict[str, str]] = {
     "lora_targets": {"atencao": "attention", "atencao+mlp": "attention+mlp", "tudo": "all"},
     "mixed_precision": {"nao": "no", "não": "no", "fp32": "no"},
     "prediction_type": {"v": "v_prediction", "eps": "epsilon"},
+    "measure": {"demo_linguagem": "demo_language"},
     "bad_images": {"parar": "stop", "pular": "skip"},
     "uncaptioned": {"usar": "use", "pular": "skip", "parar": "stop"},
     "text_format": {"conversas": "messages", "pergunta_resposta": "prompt_completion", "texto": "text"},
@@ -85,6 +86,11 @@ class ModelConfig(Section):
         None, pt="tokenizador",
         doc_pt="Pasta com vocab.json e merges.txt, quando o modelo base não traz tokenizador.",
         doc_en="Folder with vocab.json and merges.txt, when the base brings no tokenizer.")
+    @property
+    def base_or_architecture(self) -> str | None:
+        """For planning, which config files tell as much as a whole base."""
+        return self.base_model or self.architecture
+
     architecture: LocalPath | None = option(
         None, pt="arquitetura",
         doc_pt="Pasta com config.json no formato diffusers, para arquivos únicos de tamanho fora do comum.",
@@ -106,9 +112,11 @@ class ModelConfig(Section):
     lora_dropout: Number = option(
         0.0, pt="dropout_lora", ge=0, lt=1, doc_pt="Dropout na entrada do LoRA.", doc_en="Dropout on the LoRA's input.")
     lora_targets: Text = option(
-        "attention", pt="alvos_lora",
-        doc_pt="Camadas com LoRA: atencao, atencao+mlp, tudo (com convoluções) ou uma expressão regular.",
-        doc_en="Layers with LoRA: attention, attention+mlp, all (with convolutions) or a regular expression.")
+        "auto", pt="alvos_lora",
+        doc_pt="Camadas com LoRA: auto (atencao nos modelos de imagem, tudo nos de linguagem), atencao, atencao+mlp, tudo "
+        "(com convoluções) ou uma expressão regular.",
+        doc_en="Layers with LoRA: auto (attention in image models, all in language models), attention, attention+mlp, all "
+        "(with convolutions) or a regular expression.")
     conv_rank: Integer | None = option(
         None, pt="classificacao_conv", ge=1, le=1024,
         doc_pt="Rank nas convoluções 3x3. Sem valor: o mesmo.", doc_en="Rank in 3x3 convolutions. Unset: the same.")
@@ -429,10 +437,12 @@ class OutputConfig(Section):
     dir: LocalPath = option(
         "saida", pt="diretorio",
         doc_pt="Pasta onde fica a pasta da execução.", doc_en="Folder that holds the run folder.")
-    formats: list[Literal["kohya", "diffusers"]] = option(
-        ["kohya"], pt="formatos", min_length=1,
-        doc_pt="Formatos do arquivo: kohya (A1111, Forge, ComfyUI, diffusers) e diffusers.",
-        doc_en="File formats: kohya (A1111, Forge, ComfyUI, diffusers) and diffusers.")
+    formats: list[Literal["auto", "kohya", "diffusers", "peft", "merged", "gguf"]] = option(
+        ["auto"], pt="formatos", min_length=1,
+        doc_pt="De imagem: kohya (A1111, Forge, ComfyUI, diffusers; o usual) e diffusers. De linguagem: peft (o usual), "
+        "gguf (llama.cpp, Ollama) e unido (o modelo inteiro em 16 bits com o LoRA dentro).",
+        doc_en="Of images: kohya (A1111, Forge, ComfyUI, diffusers; the usual one) and diffusers. Of language: peft (the "
+        "usual one), gguf (llama.cpp, Ollama) and merged (the whole 16-bit model with the LoRA in it).")
     precision: Literal["fp16", "bf16", "fp32"] = option(
         "fp16", pt="precisao", doc_pt="Precisão do arquivo.", doc_en="Precision of the file.")
     save_every: Integer = option(
@@ -461,10 +471,13 @@ class SamplesConfig(Section):
         0, pt="semente", ge=0, le=2**63 - 1, doc_pt="Semente das amostras.", doc_en="Seed of the previews.")
     resolution: Resolution | None = option(
         None, pt="resolucao", doc_pt="Tamanho; sem valor: a de treino.", doc_en="Size; unset: the training one.")
-    measure: Literal["demo"] | None = option(
+    max_tokens: Integer = option(
+        128, pt="tokens_maximos", ge=1, le=100_000,
+        doc_pt="Tokens de cada resposta de um modelo de linguagem.", doc_en="Tokens of a language model's answers.")
+    measure: Literal["demo", "demo_language"] | None = option(
         None, pt="medida",
-        doc_pt="Medida de conceito nas imagens geradas, antes e depois (demo).",
-        doc_en="Concept measure on generated images, before and after (demo).")
+        doc_pt="Medida nas amostras, antes e depois: demo (conceito nas imagens) ou demo_linguagem (respostas).",
+        doc_en="Measure on previews, before and after: demo (concept in images) or demo_language (answers).")
 
 
 class Config(Section):

@@ -63,9 +63,18 @@ class BatchPlan:
         width, height = self.size(draws)
         return width * height * len(draws)
 
+    def worst_size(self) -> tuple[int, tuple[int, int]]:
+        """Images and their (width, height) in the worst micro-batch."""
+        worst = self.worst()
+        return len(worst), self.size(worst)
+
     def size(self, draws: Sequence[Draw]) -> tuple[int, int]:
         """(width, height) of a micro-batch's images."""
         return _target(self.dataset.examples[draws[0].item])
+
+    def split(self, draws: list[Draw], rows: int) -> list[list[Draw]]:
+        """The same images, at most `rows` at once."""
+        return [draws[at : at + rows] for at in range(0, len(draws), rows)]
 
     def _make_batches(self, epoch: int) -> list[list[Draw]]:
         """Every draw gets a random key. Batches are cut from each bucket in key order and lined up by their middle
@@ -85,7 +94,7 @@ class BatchPlan:
         return [draws for _, draws in batches]
 
 
-class Loader:
+class ImageLoader:
     """Turns draws into batches of cached tensors; keeps the most recently used ones in RAM, up to `ram_bytes`."""
 
     def __init__(self, dataset: Dataset, encoder: Encoder, seed: int, ram_bytes: int = 512 * 2**20) -> None:

@@ -19,7 +19,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from ..config.schema import DataConfig
 from ..errors import ConfigError, DataError, t
-from ..families._base import Example, Family, Framing
+from ..families._base import Example, Framing, ImageFamily
 from ..hardware import PartRow
 from ..memory.caching import Encoding, OnOom, unheard
 from ..memory.recover import free_memory
@@ -77,7 +77,7 @@ class Encoder:
     `encoding` moves down a rung when memory runs out; `parts` are the networks that were loaded, as they really were.
     """
 
-    family: Family
+    family: ImageFamily
     cache: Cache
     config: DataConfig
     image_dtype: torch.dtype

@@ -18,7 +18,8 @@ def resolve(model: ModelConfig, data: DataConfig, *, planning: bool = False) -> 
 
     `planning`: a folder of config files will do, and without any base the architecture that we ship for the family.
     """
-    if not model.base_model and not (planning and model.family != "auto"):
+    planned = planning and (model.architecture or model.family != "auto")
+    if not model.base_model and not planned:
         raise ConfigError(
             t(pt="falta modelo.modelo_base", en="model.base_model is missing"),
             t(
@@ -33,7 +34,7 @@ def resolve(model: ModelConfig, data: DataConfig, *, planning: bool = False) -> 
             t(pt=f"use auto ou uma destas: {', '.join(names)}", en=f"use auto or one of: {', '.join(names)}"),
             shown("model", "family"),
         )
-    base = model.base_model or str(family_class(model.family).shipped_architecture())
+    base = model.base_or_architecture or str(family_class(model.family).shipped_architecture())
     source = replace(open_source(base), planning=planning)
     chosen = _recognised(source, names)
     if chosen is None:

@@ -9,13 +9,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..config.schema import DataConfig, ModelConfig, TrainingConfig
+from ..config.names import shown
+from ..config.schema import Config, DataConfig, ModelConfig, TrainingConfig
+from ..errors import ConfigError, t
 from ..sources import Source
+
+if TYPE_CHECKING:
+    from ..modality import Modality
 
 Example = dict[str, Tensor]
 """CPU tensors of one example, without a batch dimension; what the cache stores."""
@@ -66,13 +71,12 @@ class Family(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     """For people: "Stable Diffusion 1.x/2.x"."""
-    side_multiple: ClassVar[int]
-    """Image sides must be multiples of this many pixels."""
+    formats: ClassVar[tuple[str, ...]]
+    """Of its files, the usual one first."""
+    text_targets: ClassVar[str] = ""
+    """Regular expression of the text encoders' adapted layers, over paths such as `text_encoder.…`; "" has none."""
     lora_targets: ClassVar[dict[str, str]]
     """Preset (attention, attention+mlp, all) -> regular expression over module paths such as `unet.mid_block.…`."""
-    text_targets: ClassVar[str]
-    """Regular expression of the text encoders' adapted layers, over paths such as `text_encoder.…`."""
-
     @classmethod
     @abstractmethod
     def recognise(cls, source: Source) -> float:
@@ -88,6 +92,20 @@ class Family(ABC):
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int = 75) -> "Family":
         """Read the architecture; raises SourceError for bases that cannot be trained (inpainting, refiner, …)."""
 
+    def chosen_formats(self, asked: Sequence[str]) -> tuple[str, ...]:
+        """`saida.formatos` with `auto` replaced; raises ConfigError for formats of other families."""
+        wrong = [name for name in asked if name not in ("auto", *self.formats)]
+        if wrong:
+            raise ConfigError(
+                t(
+                    pt=f"{wrong[0]} não é um formato de {self.title}",
+                    en=f"{wrong[0]} is not a format of {self.title}",
+                ),
+                t(pt=f"use {', '.join(self.formats)}", en=f"use {', '.join(self.formats)}"),
+                shown("output", "formats"),
+            )
+        return tuple(dict.fromkeys(self.formats[0] if name == "auto" else name for name in asked))
+
     @abstractmethod
     def configure(self, training: TrainingConfig, data: DataConfig) -> None:
         """Take what the loss depends on. Called once, before the first loss; raises ConfigError."""
@@ -97,8 +115,70 @@ class Family(ABC):
         """Changes with the shape of any network; not with weights."""
 
     @abstractmethod
+    def modality(self, config: Config, cache_dir: Path) -> "Modality":
+        """Data, previews and files of a run that trains this family."""
+
+    @abstractmethod
+    def largest(self, config: Config) -> tuple[int, int]:
+        """Size of the largest example that the config allows, as example_batch takes it."""
+
+    @abstractmethod
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Of the largest network, in this dtype: what a run without a card holds in RAM at once."""
+
+    # -- training
+    @abstractmethod
+    def load_model(
+        self, device: torch.device, dtype: torch.dtype, *, with_text: bool = False, prepare: Prepare | None = None
+    ) -> nn.ModuleDict:
+        """The frozen model, without adapters; on device "meta" the same modules without weights.
+
+        `prepare` changes the modules on meta, before any weight is read, so that a base quantised or streamed is never
+        held whole in 16 bits.
+        """
+
+    @abstractmethod
+    def blocks(self, model: nn.ModuleDict) -> list[BlockGroup]: ...
+
+    @abstractmethod
+    def num_terms(self, batch: Batch) -> int:
+        """How many loss terms the batch holds: images, or label tokens."""
+
+    @abstractmethod
+    def loss(self, model: nn.ModuleDict, batch: Batch) -> Tensor:
+        """The SUM of the loss terms: float32, shape (). Noise comes from `batch["seeds"]` alone."""
+
+    @abstractmethod
+    def example_batch(self, batch_size: int, size: tuple[int, int]) -> Batch:
+        """Zeros shaped as a worst-case batch, for the simulation; `size` as (width, height) in pixels, or (tokens, 1)."""
+
+    # -- output
+    @abstractmethod
+    def probe(self, model: nn.ModuleDict) -> Tensor:
+        """A small forward pass on fixed random input: tells whether two adapters do the same."""
+
+    @abstractmethod
+    def export_prefixes(self) -> dict[str, str]:
+        """Part -> kohya prefix: {"unet": "lora_unet", "text_encoder": "lora_te"}."""
+
+    @abstractmethod
+    def metadata(self) -> dict[str, str]:
+        """modelspec.architecture, ss_base_model_version and the like."""
+
+
+class ImageFamily(Family):
+    """A family that learns from images and captions, which are encoded ahead, and draws images."""
+
+    side_multiple: ClassVar[int]
+    """Image sides must be multiples of this many pixels."""
+
+    def largest(self, config: Config) -> tuple[int, int]:
+        return config.data.resolution
+
+    def modality(self, config: Config, cache_dir: Path) -> "Modality":
+        from ..data.modality import Images
+
+        return Images(self, config, cache_dir)
 
     # -- caching phase
     @abstractmethod
@@ -140,32 +220,6 @@ class Family(ABC):
         Whole or in tiles, as the VAE is set.
         """
 
-    # -- training
-    @abstractmethod
-    def load_model(
-        self, device: torch.device, dtype: torch.dtype, *, with_text: bool = False, prepare: Prepare | None = None
-    ) -> nn.ModuleDict:
-        """The frozen model, without adapters; on device "meta" the same modules without weights.
-
-        `prepare` changes the modules on meta, before any weight is read, so that a base quantised or streamed is never
-        held whole in 16 bits.
-        """
-
-    @abstractmethod
-    def blocks(self, model: nn.ModuleDict) -> list[BlockGroup]: ...
-
-    @abstractmethod
-    def num_terms(self, batch: Batch) -> int:
-        """How many loss terms the batch holds: images, or label tokens."""
-
-    @abstractmethod
-    def loss(self, model: nn.ModuleDict, batch: Batch) -> Tensor:
-        """The SUM of the loss terms: float32, shape (). Noise comes from `batch["seeds"]` alone."""
-
-    @abstractmethod
-    def example_batch(self, batch_size: int, resolution: tuple[int, int]) -> Batch:
-        """Zeros shaped as a worst-case batch at (width, height) pixels, for the simulation."""
-
     # -- previews
     @abstractmethod
     def preview_conditions(self, size: tuple[int, int]) -> Example:
@@ -183,16 +237,3 @@ class Family(ABC):
 
         Whole or in tiles, as the VAE is set.
         """
-
-    # -- output
-    @abstractmethod
-    def probe(self, model: nn.ModuleDict) -> Tensor:
-        """A small forward pass on fixed random input: tells whether two adapters do the same."""
-
-    @abstractmethod
-    def export_prefixes(self) -> dict[str, str]:
-        """Part -> kohya prefix: {"unet": "lora_unet", "text_encoder": "lora_te"}."""
-
-    @abstractmethod
-    def metadata(self) -> dict[str, str]:
-        """modelspec.architecture, ss_base_model_version and the like."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..config.schema import DataConfig, TrainingConfig
 from ..errors import ConfigError, t
-from ._base import Batch, Example, Family, Sampling
+from ._base import Batch, Example, ImageFamily, Sampling
 from ._objective import NoisePrediction, Objective, alphas_cumprod
 from ._sampling import sample_latents
 from ._weights import Component
@@ -23,7 +23,7 @@ PROBE_SIDE = 8
 __all__ = ["DiffusionFamily", "NoisePrediction", "Objective", "make_objective"]
 
 
-class DiffusionFamily(Family):
+class DiffusionFamily(ImageFamily):
     """`open` sets `prediction_type` and `schedule_config`; `objective` is set before the first loss."""
 
     objective: Objective

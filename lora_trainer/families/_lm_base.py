@@ -270,3 +270,22 @@ def _unused_notice(unused: list[str]) -> list[str]:
             en=f"{len(unused)} tensors of the file are not of this model and are left out: {listed}",
         )
     ]
+
+
+def load_tokenizer(where: Path, source: Source) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(where), local_files_only=True)
+    except Exception as error:  # each tokenizer class has its own ways to refuse
+        raise SourceError(
+            t(
+                pt=f"não consegui carregar o tokenizador de {where}: {str(error).splitlines()[0]}",
+                en=f"cannot load the tokenizer of {where}: {str(error).splitlines()[0]}",
+            ),
+            t(
+                pt="a pasta precisa de tokenizer.json e tokenizer_config.json; ou indique outra em modelo.tokenizador",
+                en="the folder needs tokenizer.json and tokenizer_config.json; or name another in model.tokenizer",
+            ),
+            source.what,
+        ) from error

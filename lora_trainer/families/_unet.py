@@ -16,6 +16,7 @@ _MLP = r"ff\.net\.(?:0\.proj|2)|proj_in|proj_out"
 _CONV = r"conv1|conv2|conv_shortcut|time_emb_proj|downsamplers\.\d+\.conv|upsamplers\.\d+\.conv"
 
 LORA_TARGETS = {
+    "auto": rf"unet\..+\.(?:{_ATTENTION})",
     "attention": rf"unet\..+\.(?:{_ATTENTION})",
     "attention+mlp": rf"unet\..+\.(?:{_ATTENTION}|{_MLP})",
     # Not conv_in, conv_out and the time embedding: readers of kohya files look for layers inside the blocks.

@@ -10,22 +10,26 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..config.schema import DataConfig, ModelConfig, TrainingConfig
+from ..config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from ..errors import ConfigError, t
 from ..gguf.names import ARCHITECTURES
 from ..gguf.reader import open_gguf
+from ..gguf.tokenizer import tokenizer as tokenizer_of
 from ..kinds import Kind
 from ..sources import Source
 from . import _lm_loss
-from ._base import Batch, BlockGroup, Prepare
+from ._base import Batch, BlockGroup, Family, Prepare
 from ._lm_attention import IMPLEMENTATION, Texts, texts_of
-from ._lm_base import Base, is_gguf_source, open_base
+from ._lm_base import Base, is_gguf_source, load_tokenizer, open_base
 from ._refusal import refusal
+
+if TYPE_CHECKING:
+    from ..modality import Modality
 
 PART = "language_model"
 SHAPES = Path(__file__).parent / "shapes"
@@ -38,7 +42,8 @@ _LAYER = rf"{PART}\.(?:\w+\.)*?\d+\."
 _NOT_EXPERTS = r"(?!.*\.experts\.)"
 
 
-class CausalLM:
+class CausalLM(Family):
+    formats = ("peft", "gguf", "merged")
     name = "causal_lm"
     title = "causal LM"
     lora_targets: ClassVar[dict[str, str]] = {
@@ -46,6 +51,7 @@ class CausalLM:
         "attention+mlp": rf"{_NOT_EXPERTS}{_LAYER}(?:{_ATTENTION}|mlp|feed_forward|shared_experts?)\..+",
         "all": rf"{_NOT_EXPERTS}{_LAYER}.+",
     }
+    lora_targets["auto"] = lora_targets["all"]
     """Linear layers inside the decoder layers. Experts of a mixture and the head get adapters only when a regular
     expression of the user's names them."""
 
@@ -72,6 +78,21 @@ class CausalLM:
 
     def configure(self, training: TrainingConfig, data: DataConfig) -> None:
         """The loss of a language model has no options."""
+
+    def largest(self, config: Config) -> tuple[int, int]:
+        return config.data.max_length, 1
+
+    def modality(self, config: Config, cache_dir: Path) -> "Modality":
+        from ..text.modality import Texts
+
+        return Texts(self, config)
+
+    def tokenizer(self) -> Any:
+        """From the folder that the user names, the GGUF file, or the base's own folder; SourceError where there is none."""
+        if not self.settings.tokenizer and is_gguf_source(self.source):
+            return tokenizer_of(open_gguf(self.source.path, self.source.what))
+        where = Path(self.settings.tokenizer) if self.settings.tokenizer else self.source.path
+        return load_tokenizer(where, self.source)
 
     def architecture(self) -> str:
         return json.dumps(self.config.to_dict(), sort_keys=True, default=str)
@@ -132,8 +153,9 @@ class CausalLM:
         module = cast(Any, model[PART]).get_output_embeddings()
         return _lm_loss.Head(module, float(scale), getattr(self.config, "final_logit_softcapping", None))
 
-    def example_batch(self, batch_size: int, length: int) -> Batch:
-        """Zeros shaped as a worst-case batch: every token is a label, every row one text."""
+    def example_batch(self, batch_size: int, size: tuple[int, int]) -> Batch:
+        """Zeros shaped as a worst-case batch of (tokens, 1): every token is a label, every row one text."""
+        length, _ = size
         shape = (batch_size, length)
         names = ("input_ids", "labels", "segment_ids")
         return {name: torch.zeros(shape, dtype=torch.int64) for name in names} | {

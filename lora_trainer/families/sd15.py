@@ -31,6 +31,7 @@ RELEASES = {Kind.SD1: "sd1", Kind.SD2: "sd2"}
 class SD15(DiffusionFamily):
     name = "sd15"
     title = "Stable Diffusion 1.x/2.x"
+    formats = ("kohya", "diffusers")
     side_multiple = 64
     lora_targets: ClassVar[dict[str, str]] = _unet.LORA_TARGETS
     text_targets = _unet.TEXT_TARGETS
@@ -139,8 +140,8 @@ class SD15(DiffusionFamily):
         predicted: Tensor = unet(x_t.to(dtype), timesteps, batch["prompt_embeds"].to(dtype)).sample
         return predicted
 
-    def example_batch(self, batch_size: int, resolution: tuple[int, int]) -> Batch:
-        width, height = (side // _vae.factor(self.components["vae"].config) for side in resolution)
+    def example_batch(self, batch_size: int, size: tuple[int, int]) -> Batch:
+        width, height = (side // _vae.factor(self.components["vae"].config) for side in size)
         channels = int(self.components["unet"].config.get("in_channels", 4))
         batch = {
             "latents": torch.zeros(batch_size, channels, height, width),

@@ -32,6 +32,7 @@ PENULTIMATE = 2
 class SDXL(DiffusionFamily):
     name = "sdxl"
     title = "SDXL"
+    formats = ("kohya", "diffusers")
     side_multiple = 32
     lora_targets: ClassVar[dict[str, str]] = _unet.LORA_TARGETS
     text_targets = _unet.TEXT_TARGETS
@@ -158,8 +159,8 @@ class SDXL(DiffusionFamily):
         ).sample
         return predicted
 
-    def example_batch(self, batch_size: int, resolution: tuple[int, int]) -> Batch:
-        width, height = (side // _vae.factor(self.components["vae"].config) for side in resolution)
+    def example_batch(self, batch_size: int, size: tuple[int, int]) -> Batch:
+        width, height = (side // _vae.factor(self.components["vae"].config) for side in size)
         channels = int(self.components["unet"].config.get("in_channels", 4))
         batch = {
             "latents": torch.zeros(batch_size, channels, height, width),

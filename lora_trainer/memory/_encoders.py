@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ..families._base import BlockGroup, Family
+from ..families._base import BlockGroup, ImageFamily
 from ._base import ConvertTechnique
 from .block_streaming import BlockStreaming
 from .techniques import QUANTIZERS
 
 
 def load_encoders(
-    family: Family, device: torch.device, dtype: torch.dtype, *, quantization: str = "no", streaming: bool = False
+    family: ImageFamily, device: torch.device, dtype: torch.dtype, *, quantization: str = "no", streaming: bool = False
 ) -> nn.ModuleDict:
     """A family's text encoders for passes without gradients. Streaming changes no number, quantisation does.
 

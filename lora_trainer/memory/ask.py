@@ -25,12 +25,13 @@ def ask(
     source: Source | None,
     precision_name: str,
     *,
-    worst: tuple[int, tuple[int, int]],
+    worst: tuple[int, tuple[int, int] | None],
     previews: bool,
     validation: bool,
     ram: Ram | None = None,
 ) -> Foresight:
-    """`worst`: images and (width, height) of the largest micro-batch. Options in `loaded.written` are the user's.
+    """`worst`: rows of the largest micro-batch and their size, None for the largest that
+    the config allows. Options in `loaded.written` are the user's.
 
     A preset named by the user comes first as it is (see plan.py). `source` None stands for the shipped architecture.
     """

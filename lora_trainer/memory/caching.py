@@ -14,7 +14,7 @@ import torch
 from ..config.names import Key, shown
 from ..config.schema import Config, MemoryConfig
 from ..errors import DoesNotFitError, t
-from ..families._base import Family
+from ..families._base import ImageFamily
 from ..tracker import PhasePeak
 from .advice import phase_title
 from .simulate import simulate_captions, simulate_decoding, simulate_images
@@ -161,7 +161,7 @@ def exhausted(encoding: Encoding, phase: str, problem: str) -> DoesNotFitError:
 
 
 def plan_caching(
-    family: Family,
+    family: ImageFamily,
     config: Config,
     dtype: torch.dtype,
     resolution: tuple[int, int],
@@ -182,7 +182,7 @@ def plan_caching(
 
 
 def plan_preview(
-    family: Family, encoding: Encoding, dtype: torch.dtype, size: tuple[int, int], available: int | None
+    family: ImageFamily, encoding: Encoding, dtype: torch.dtype, size: tuple[int, int], available: int | None
 ) -> tuple[Encoding, PhasePeak, bool]:
     """The same for decoding a preview of `size` (width, height) pixels; `available`: beside what training keeps."""
     rungs = [encoding]
@@ -216,12 +216,12 @@ def _image_rungs(start: Encoding, size: tuple[int, int]) -> Iterator[Encoding]:
     yield replace(start, images_on_cpu=True)
 
 
-def _simulate_texts(family: Family, e: Encoding, dtype: torch.dtype) -> PhasePeak:
+def _simulate_texts(family: ImageFamily, e: Encoding, dtype: torch.dtype) -> PhasePeak:
     peak = simulate_captions(family, dtype, quantization=e.text_quantization, streaming=e.text_streaming)
     return _in_host_memory(peak) if e.text_on_cpu else peak
 
 
-def _simulate_images(family: Family, e: Encoding, dtype: torch.dtype, size: tuple[int, int]) -> PhasePeak:
+def _simulate_images(family: ImageFamily, e: Encoding, dtype: torch.dtype, size: tuple[int, int]) -> PhasePeak:
     peak = simulate_images(family, dtype, size, tiles=e.vae_tiling)
     return _in_host_memory(peak) if e.images_on_cpu else peak
 

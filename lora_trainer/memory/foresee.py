@@ -87,7 +87,8 @@ class Question:
     """Name of the compute dtype."""
     batch_size: int
     accumulation: int
-    resolution: tuple[int, int]
+    resolution: tuple[int, int] | None
+    """Of the largest example, as Family.example_batch takes it; None is what the config allows."""
     previews: bool
     validation: bool
     available: int | None

@@ -118,7 +118,7 @@ class Planner:
     @cached_property
     def blocks(self) -> Blocks:
         """What streaming can take off the card: of the base as the options fixed by the user store it."""
-        return self._blocks(self._fixed(NOTHING)[QUANTIZATION])
+        return self.blocks_stored(self._fixed(NOTHING)[QUANTIZATION])
 
     def _candidates(self) -> Iterator[Candidate]:
         """The first that fits is the answer. Lazily: what is simulated next depends on what was simulated before."""
@@ -182,7 +182,7 @@ class Planner:
         assert self.available is not None
         blocks = self.blocks
         if known.values[QUANTIZATION] != self._fixed(NOTHING)[QUANTIZATION]:
-            blocks = self._blocks(known.values[QUANTIZATION])
+            blocks = self.blocks_stored(known.values[QUANTIZATION])
         least = known.share + STREAMING_STEP if floor is None else floor
         least = max(least, self._preset_share())
         shares = [round(step * STREAMING_STEP, 2) for step in range(round(1 / STREAMING_STEP) + 1)]
@@ -211,7 +211,8 @@ class Planner:
         smaller = EIGHT_BIT.get(training.optimizer, training.optimizer) != training.optimizer
         return smaller and self.config.memory.optimizer_in_backward != "yes"
 
-    def _blocks(self, quantization: str) -> Blocks:
+    def blocks_stored(self, quantization: str) -> Blocks:
+        """The base's blocks as `quantization` stores them."""
         config = with_values(self.config, {STREAMING: "no", QUANTIZATION: quantization})
         plan = make_plan(config, self.precision, simulation_device(), folder=Path())
         model = self.family.load_model(

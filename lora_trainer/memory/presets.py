@@ -66,14 +66,14 @@ def predict_with_previews(loaded: Loaded) -> Predicted | None:
 
 def foreseen(loaded: Loaded, *, previews: bool) -> Foresight | None:
     config = loaded.config
-    if loaded.preset is None or (config.model.base_model is None and config.model.family == "auto"):
+    if loaded.preset is None or (config.model.base_or_architecture is None and config.model.family == "auto"):
         return None
     return ask(
         loaded,
         card_of(loaded.preset),
-        open_source(config.model.base_model) if config.model.base_model else None,
+        open_source(config.model.base_or_architecture) if config.model.base_or_architecture else None,
         choose_precision(config.training.mixed_precision, torch.device("cuda"), COMMON).name,
-        worst=(config.training.batch_size, config.data.resolution),
+        worst=(config.training.batch_size, None),
         previews=previews,
         validation=config.data.validation_fraction > 0,
         ram=ROOMY,

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..config.names import Key
+from ..families._base import ImageFamily
 from ..tracker import PhasePeak
 from . import recover
-from .caching import plan_caching
 from .estimate import offload_saves, peak_at
 from .foresee import Tried
 from .plan import (
@@ -20,11 +20,11 @@ from .plan import (
     OPTIMIZER_8BIT,
     QUANTIZATION,
     SAVED_8BIT,
-    SAVED_QUANTIZED,
     STREAMING,
     Candidate,
     Planner,
 )
+from .simulate import simulate_captions
 
 PASSES = 2
 """Over the blocks in a micro-batch under recomputation: one in each direction."""
@@ -72,8 +72,9 @@ class Rungs:
         if batch_size > 1:
             rough = _of_batch(self.best.prediction.phases) * (batch_size - 1) // batch_size
             found["training", "batch_size"] = self._simulated_saving(values, 1) if simulate else rough
-        if self.planner.config.data.cache_text_encoder == "no":
-            found["data", "cache_text_encoder"] = self._text_encoders()
+        family = self.planner.family
+        if isinstance(family, ImageFamily) and self.planner.config.data.cache_text_encoder == "no":
+            found["data", "cache_text_encoder"] = self._text_encoders(family)
         return {key: saved for key, saved in found.items() if saved > 0}
 
     def _by_cause(self, phase: PhasePeak) -> dict[Key, int]:
@@ -84,14 +85,14 @@ class Rungs:
         if values[OPTIMIZER_8BIT] != "yes":
             found[OPTIMIZER_8BIT] = int(causes["optimizer"] * SAVED_8BIT)
         if values[QUANTIZATION] == "no":
-            found[QUANTIZATION] = int(causes["frozen"] * SAVED_QUANTIZED["nf4"])
+            packed = self.planner.blocks_stored("nf4")
+            smaller = self.planner.blocks.moved(1.0)[0] - packed.moved(1.0)[0]
+            found[QUANTIZATION] = int(smaller * (1 - self.best.share))
         return found
 
-    def _text_encoders(self) -> int:
+    def _text_encoders(self, family: ImageFamily) -> int:
         """Of the frozen weights, those that training would not hold if captions were cached."""
-        planner = self.planner
-        _, phases, _ = plan_caching(planner.family, planner.config, planner.precision.frozen, planner.shape.resolution, None)
-        return phases["text_cache"].causes["frozen"]
+        return simulate_captions(family, self.planner.precision.frozen).causes["frozen"]
 
     def _simulated_saving(self, values: dict[Key, Any], micro_batch: int) -> int:
         shape = replace(self.planner.shape, batch_size=micro_batch)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import adapters, loop, optimizers
 from ..config.schema import Config
-from ..families._base import Batch, Family, Framing, Sampling
+from ..families._base import Batch, Family, Framing, ImageFamily, Sampling
 from ..tracker import MemoryTracker, PhasePeak, host_memory, mark_resident
 from ._base import MemoryPlan
 from ._encoders import load_encoders, stream_encoders
@@ -66,7 +66,9 @@ def simulate_training(family: Family, config: Config, dtype: torch.dtype, plan: 
 
 def simulate_run(family: Family, config: Config, dtype: torch.dtype, plan: MemoryPlan, shape: Shape) -> Prediction:
     """The same, and what happens between two steps beside the optimizer's state: validation and a preview."""
-    vae = family.load_vae(torch.device("meta"), dtype) if shape.previews else None
+    vae = None
+    if shape.previews and isinstance(family, ImageFamily):
+        vae = family.load_vae(torch.device("meta"), dtype)
     batch = family.example_batch(shape.batch_size, shape.resolution)
     with _fake_run(family, config, dtype, plan) as (tracker, trainee):
         _step(trainee, _fake_batch(batch, trainee.device), tracker, accumulating=shape.accumulation > 1)
@@ -77,7 +79,7 @@ def simulate_run(family: Family, config: Config, dtype: torch.dtype, plan: Memor
                 tracker.enter_phase("validation")
                 with plan.step_context():
                     family.loss(trainee.model, _fake_batch(batch, trainee.device))
-            if vae is not None:
+            if vae is not None and isinstance(family, ImageFamily):
                 tracker.enter_phase("preview")
                 size = shape.preview_resolution or shape.resolution
                 with tiled(vae, decodes_tiled(config.memory.vae_tiling, size)):
@@ -87,7 +89,7 @@ def simulate_run(family: Family, config: Config, dtype: torch.dtype, plan: Memor
 
 
 def simulate_captions(
-    family: Family, dtype: torch.dtype, *, quantization: str = "no", streaming: bool = False
+    family: ImageFamily, dtype: torch.dtype, *, quantization: str = "no", streaming: bool = False
 ) -> PhasePeak:
     """Text encoders, loaded and run on one caption."""
     encoders = load_encoders(family, torch.device("meta"), dtype, quantization=quantization, streaming=streaming)
@@ -102,7 +104,7 @@ def simulate_captions(
 
 
 def simulate_images(
-    family: Family, dtype: torch.dtype, resolution: tuple[int, int], *, tiles: bool = False
+    family: ImageFamily, dtype: torch.dtype, resolution: tuple[int, int], *, tiles: bool = False
 ) -> PhasePeak:
     """The VAE, loaded and run on one image of (width, height) pixels."""
     device, vae = simulation_device(), family.load_vae(torch.device("meta"), dtype)
@@ -114,7 +116,7 @@ def simulate_images(
         return tracker.peaks()["latent_cache"]
 
 
-def simulate_decoding(family: Family, dtype: torch.dtype, size: tuple[int, int], *, tiles: bool = False) -> PhasePeak:
+def simulate_decoding(family: ImageFamily, dtype: torch.dtype, size: tuple[int, int], *, tiles: bool = False) -> PhasePeak:
     """The VAE alone, turning the latents of one preview of (width, height) pixels into a picture."""
     device, vae = simulation_device(), family.load_vae(torch.device("meta"), dtype)
     shape = family.example_batch(1, size)["latents"].shape
@@ -145,7 +147,7 @@ def _fake_run(
     model = family.load_model(
         torch.device("meta"), dtype, with_text=with_text, prepare=lambda m: plan.convert(m, family.blocks(m))
     )
-    adapter = adapters.inject(model, family, config.model, seed=0, formats=config.output.formats)
+    adapter = adapters.inject(model, family, config.model, seed=0, formats=family.chosen_formats(config.output.formats))
     with _simulation() as tracker:
         tracker.enter_phase("load")
         make_fake(model, simulation_device(), tracker, checked=True)
@@ -259,7 +261,7 @@ def _fake_batch(batch: Batch, device: torch.device) -> Batch:
 
 
 def _preview(
-    family: Family,
+    family: ImageFamily,
     model: nn.ModuleDict,
     vae: nn.Module,
     plan: MemoryPlan,

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ..families import resolve
-from ..families._base import Family
+from ..families._base import Family, ImageFamily
 from ..hardware import NAMES, Precision
 from ..tracker import CAUSES, PhasePeak
 from .caching import Encoding, plan_caching
@@ -28,9 +28,10 @@ def answer(question: Question, folder: Path | None = None) -> Foresight:
     config, dtype = question.config, DTYPES[question.precision]
     family = resolve(config.model, config.data, planning=True)
     family.configure(config.training, config.data)
+    size = question.resolution or family.largest(config)
     shape = Shape(
         question.batch_size,
-        question.resolution,
+        size,
         question.accumulation,
         previews=question.previews,
         validation=question.validation,
@@ -48,7 +49,7 @@ def answer(question: Question, folder: Path | None = None) -> Foresight:
         Memo(question, folder).recall,
     )
     best = planner.solve()
-    encoding, phases = _caching(question, family, dtype)
+    encoding, phases = _caching(question, family, dtype, size)
     phases |= {name: best.prediction.phases[name] for name in ORDER if name in best.prediction.phases}
     fits = best.fits(question.available)
     rungs = Rungs(planner, best)
@@ -64,15 +65,19 @@ def answer(question: Question, folder: Path | None = None) -> Foresight:
         without=rungs.without(),
         saves=rungs.saves(simulate=not fits),
         encoding=json.loads(json.dumps(asdict(encoding))),  # as it comes back from the cache
-        cache_bytes=_cache_bytes(family, question),
+        cache_bytes=_cache_bytes(family, size),
         adapter_bytes=sum(best.prediction.phases["optimizer"].causes[cause] for cause in ADAPTER_KEPT),
     )
 
 
-def _caching(question: Question, family: Family, dtype: torch.dtype) -> tuple[Encoding, dict[str, PhasePeak]]:
-    """What fits nowhere on the card is encoded on the CPU, which is slow but right."""
+def _caching(
+    question: Question, family: Family, dtype: torch.dtype, size: tuple[int, int]
+) -> tuple[Encoding, dict[str, PhasePeak]]:
+    """What fits nowhere on the card is encoded on the CPU, which is slow but right. Texts need no encoding."""
+    if not isinstance(family, ImageFamily):
+        return Encoding.of(question.config.memory, question.written), {}
     encoding, phases, fits = plan_caching(
-        family, question.config, dtype, question.resolution, question.available, question.written
+        family, question.config, dtype, size, question.available, question.written
     )
     if not fits and question.available is not None:
         too_large = {name for name, peak in phases.items() if peak.total > question.available}
@@ -91,9 +96,9 @@ def _tried(candidate: Candidate, micro_batch: int) -> Tried:
     return Tried(candidate.values, candidate.peak, cost.flops, cost.transferred, micro_batch)
 
 
-def _cache_bytes(family: Family, question: Question) -> tuple[int, int]:
+def _cache_bytes(family: Family, size: tuple[int, int]) -> tuple[int, int]:
     """(of an image, of a caption): what a batch holds beside its seeds and weights."""
-    example = family.example_batch(1, question.resolution)
+    example = family.example_batch(1, size)
     sizes = {name: tensor.nbytes for name, tensor in example.items() if name not in ("seeds", "weight")}
     of_image = sum(size for name, size in sizes.items() if name in ("latents", "time_ids", "mask"))
     return of_image, sum(sizes.values()) - of_image

@@ -74,6 +74,15 @@ class TextBatchPlan:
         length, rows = self.size(draws)
         return length * rows
 
+    def worst_size(self) -> tuple[int, tuple[int, int]]:
+        """Rows and (tokens, 1) that bound every micro-batch of the run."""
+        return max(self.size(draws)[1] for window in self._windows(0) for draws in window), (self.longest, 1)
+
+    def split(self, draws: list[Draw], rows: int) -> list[list[Draw]]:
+        """The same rows, at most `rows` at once."""
+        found = by_row(draws)
+        return [[d for row in found[at : at + rows] for d in row] for at in range(0, len(found), rows)]
+
     def size(self, draws: Sequence[Draw]) -> tuple[int, int]:
         """(tokens, rows) of a micro-batch."""
         rows = by_row(draws)

@@ -106,16 +106,15 @@ def test_savings_are_seen(tmp_path: Path, profiled):
     assert (saving[1] < 0.5 * plain[1]) == (name == "streamed")
 
 
-@pytest.mark.parametrize(("steps", "memory_at"), [(1, 1), (2, 2), (9, 5)])
+@pytest.mark.parametrize(("steps", "memory_at"), [(1, 1), (2, 2)])
 def test_short_runs_are_profiled_too(tmp_path: Path, steps, memory_at):
-    run(Profiler(tmp_path, CPU, Terminal(), steps=steps), steps=min(steps, 5))
+    run(Profiler(tmp_path, CPU, Terminal(), steps=steps), steps=steps)
     assert (tmp_path / "memory_summary.txt").read_text(encoding="utf-8").startswith(f"passo {memory_at} ")
     assert (tmp_path / "profiler.txt").exists() == (steps > 1)
 
 
-@pytest.mark.parametrize("fail_at", [4, 5])
-def test_a_step_that_fails_is_profiled_when_made_again(tmp_path: Path, fail_at):
-    losses, _ = run(Profiler(tmp_path, CPU, Terminal()), fail_at=fail_at)
+def test_a_step_that_fails_is_profiled_when_made_again(tmp_path: Path):
+    losses, _ = run(Profiler(tmp_path, CPU, Terminal()), fail_at=4)
     assert losses == run(None)[0]
     assert (tmp_path / "memory_summary.txt").read_text(encoding="utf-8").startswith("passo 5 ")
     assert (tmp_path / "profiler.txt").read_text(encoding="utf-8").startswith("passo 4 ")
@@ -124,6 +123,6 @@ def test_a_step_that_fails_is_profiled_when_made_again(tmp_path: Path, fail_at):
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys):
     blocked = tmp_path / "perfil"
     blocked.write_text("a file")
-    losses, _ = run(Profiler(blocked, CPU, Terminal()))
-    assert len(losses) == 5
+    losses, _ = run(Profiler(blocked, CPU, Terminal(), steps=1), steps=2)
+    assert len(losses) == 2
     assert "perfil não gravado" in capsys.readouterr().out

@@ -1,0 +1,184 @@
+"""The files a language run leaves: a PEFT folder, a GGUF adapter with an Ollama Modelfile, a merged model; each checked.
+
+The PEFT folder is proved by peft's own loader on the very model; the GGUF adapter is read back; a merged model is re-read,
+and, where the base was quantised while training, compared in its answers, since it is not what the adapter was trained on.
+"""
+
+import functools
+import logging
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ..adapters import Adapter
+from ..errors import t
+from ..export._folders import write_text
+from ..export._lora import Lora
+from ..export.gguf_lora import modelfile, read_gguf_lora, write_gguf_lora
+from ..export.merge import measure_drift, merge
+from ..export.peft_folder import save_peft_folder, verify_peft_folder
+from ..families.causal_lm import PART, CausalLM
+from ..loop import to_device
+from ..memory._base import MemoryPlan
+from ..memory.block_streaming import BlockStreaming
+from ..modality import Outputs, RunFacts
+from ..tracker import host_memory
+from .batches import TextBatchPlan, TextLoader
+from .report import facts as data_facts
+
+log = logging.getLogger(__name__)
+DRIFT_BATCHES = 4
+"""Enough rows to tell rounding from damage, few enough for a CPU."""
+
+
+class TextOutputs(Outputs):
+    def __init__(self, run: RunFacts, family: CausalLM, batches: TextBatchPlan, tokenizer: Any) -> None:
+        self.run, self.family, self.batches, self.tokenizer = run, family, batches, tokenizer
+        self.config = run.loaded.config
+        self.formats = family.chosen_formats(self.config.output.formats)
+        self.written: list[Path] = []
+
+    def save(self, adapter: Adapter, step: int, *, intermediate: bool) -> list[Path]:
+        """An intermediate result is a PEFT folder (or GGUF where only that was asked for), never a whole model."""
+        names = [name for name in self.formats if name != "merged"]
+        paths = [self._write(adapter, name, step if intermediate else None) for name in names]
+        for name in names if intermediate else ():
+            for old in self._intermediate(name)[: -self.config.output.keep_last]:
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
+        self.written = paths
+        if adapter.is_untrained():
+            log.warning(
+                t(
+                    pt=f"no passo {step} o LoRA ainda é nulo: o arquivo não muda nada",
+                    en=f"at step {step} the LoRA is still null: the file changes nothing",
+                )
+            )
+        return paths
+
+    def finish(self, model: nn.ModuleDict, adapter: Adapter, step: int) -> list[str]:
+        lines = [self._proved(model, adapter, path, step) for path in self.save(adapter, step, intermediate=False)]
+        if "merged" in self.formats:
+            lines.append(self._merged(model, adapter))
+        return lines
+
+    def last_good(self) -> str:
+        files = [path for name in self.formats for path in self._intermediate(name)]
+        states = sorted(self.run.folder.state.glob("passo-*"))
+        found = files or states
+        if found:
+            return t(pt=f"último resultado bom: {found[-1]}", en=f"last good result: {found[-1]}")
+        return t(pt="nada tinha sido salvo ainda", en="nothing had been saved yet")
+
+    def _path(self, format_: str, step: int | None) -> Path:
+        folder, middle = self.run.folder, "" if step is None else f"-passo{step:06d}"
+        ending = {"peft": "-peft", "gguf": ".gguf", "merged": "-merged"}[format_]
+        return folder.path / f"{folder.name}{middle}{ending}"
+
+    def _intermediate(self, format_: str) -> list[Path]:
+        ending = self._path(format_, None).name.removeprefix(self.run.folder.name)
+        return sorted(p for p in self.run.folder.path.glob(f"*-passo??????{ending}"))
+
+    def _write(self, adapter: Adapter, format_: str, step: int | None) -> Path:
+        path, output = self._path(format_, step), self.config.output
+        with host_memory():
+            if format_ == "peft":
+                save_peft_folder(self._skeleton, adapter, self.family, path, output.precision, self._facts())
+                self.batches.dataset.template.install(self.tokenizer)
+                self.tokenizer.save_pretrained(path)
+                return path
+            precision: Literal["fp16", "fp32"] = "fp32" if output.precision == "fp32" else "fp16"
+            base = self.family.source.title()
+            write_gguf_lora(_by_module(adapter), self.family.config, path, precision=precision, base=base)
+            if step is None:
+                longest = self.config.data.max_length
+                own_gguf = self.family.source.path if self.family.source.path.suffix == ".gguf" else Path("BASE.gguf")
+                write_text(path.parent / "Modelfile", modelfile(str(own_gguf), f"./{path.name}", context=longest))
+            return path
+
+    @functools.cached_property
+    def _skeleton(self) -> nn.ModuleDict:
+        """A PEFT folder names the layers it targets, which takes the others' names."""
+        return self.family.load_model(torch.device("meta"), torch.bfloat16)
+
+    def _facts(self) -> dict[str, str]:
+        output = self.config.output
+        own = {"title": output.title, "author": output.author, "license": output.license, "about": output.description}
+        numbers = {name: str(value) for name, value in data_facts(self.batches).items()}
+        return {name: value for name, value in own.items() if value} | numbers
+
+    def _proved(self, model: nn.ModuleDict, adapter: Adapter, path: Path, step: int) -> str:
+        steps = f"{step}/{self.run.total}"
+        if path.suffix == ".gguf":
+            return self._read_back(adapter, path, steps)
+        checked = verify_peft_folder(model, adapter, path, self.family.probe)
+        return t(
+            pt=f"pronto: {path}: {steps} passos, {checked.num_modules} módulos, relido por {checked.reader}: saída difere "
+            f"{checked.output_difference:.1e} da do treino e {checked.effect:.1e} da base",
+            en=f"done: {path}: {steps} steps, {checked.num_modules} modules, reloaded by {checked.reader}: output differs "
+            f"{checked.output_difference:.1e} from the trainer's and {checked.effect:.1e} from the base's",
+        )
+
+    def _read_back(self, adapter: Adapter, path: Path, steps: str) -> str:
+        with host_memory():
+            live = _by_module(adapter)
+            stored = read_gguf_lora(path, self.family.config, list(live))
+            worst = max(_difference(stored[name].delta(), live[name].delta()) for name in live)
+        assert worst < 2e-3, f"{path}: delta W differs by {worst:.1e} after reading back"
+        return t(
+            pt=f"pronto: {path}: {steps} passos, {len(live)} módulos, relido: difere {worst:.1e}; para o Ollama: "
+            f"ollama create {self.run.folder.name} -f Modelfile",
+            en=f"done: {path}: {steps} steps, {len(live)} modules, read back: differs {worst:.1e}; for Ollama: "
+            f"ollama create {self.run.folder.name} -f Modelfile",
+        )
+
+    def _merged(self, model: nn.ModuleDict, adapter: Adapter) -> str:
+        path = self._path("merged", None)
+        with host_memory():
+            merged = merge(self.family, _by_path(adapter), path)
+        self.batches.dataset.template.install(self.tokenizer)
+        self.tokenizer.save_pretrained(path)
+        quantised = self._quantisation()
+        for notice in merged.notices(quantised):
+            self.run.tell(notice)
+        if quantised is None:
+            return t(pt=f"pronto: {path}: modelo unido", en=f"done: {path}: merged model")
+        drift = self._drift(model, path)
+        return t(
+            pt=f"pronto: {path}: modelo unido; em relação ao treino (base em {quantised}): {drift}",
+            en=f"done: {path}: merged model; against the training (base in {quantised}): {drift}",
+        )
+
+    def _quantisation(self) -> str | None:
+        chosen = self.config.memory.base_quantization
+        if chosen not in ("no", "auto"):
+            return chosen
+        return "gguf" if self.family.source.path.suffix == ".gguf" else None
+
+    def _drift(self, model: nn.ModuleDict, path: Path) -> str:
+        loader, dataset = TextLoader(self.batches.dataset, 0), self.batches.dataset
+        device = self.family.probe(model).device
+        if dataset.validation:
+            batches = [batch for batch, _ in zip(loader.validation_batches(), range(DRIFT_BATCHES), strict=False)]
+        else:
+            parts = [part for draws in self.batches.window(0) for part in self.batches.split(draws, 1)]
+            batches = [loader.load_batch(part) for part in parts[:DRIFT_BATCHES]]
+        plan = MemoryPlan((BlockStreaming(1.0),))
+        with torch.no_grad():
+            drift = measure_drift(self.family, model, path, [to_device(batch, device) for batch in batches], plan)
+        return drift.line()
+
+
+def _by_path(adapter: Adapter) -> Lora:
+    return adapter.export()
+
+
+def _by_module(adapter: Adapter) -> Lora:
+    """Named as inside the transformers model."""
+    return {path.removeprefix(f"{PART}."): module for path, module in adapter.export().items()}
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm().clamp_min(1e-30))
