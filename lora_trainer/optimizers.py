@@ -125,6 +125,8 @@ def build_optimizer(groups: Groups, settings: TrainingConfig) -> torch.optim.Opt
     name = resolve_name(settings)
     cls = _import(name)
     arguments = _arguments(name, cls, settings)
+    if name == "adamw" and _on_cards(groups) and not arguments.keys() & {"fused", "foreach"}:
+        arguments["fused"] = True  # PyTorch's own choice there holds temporaries as large as all parameters
     try:
         with unset_fake_temporarily():  # bitsandbytes makes tables of real values
             optimizer: torch.optim.Optimizer = cls(groups, lr=settings.learning_rate, **arguments)
@@ -137,6 +139,10 @@ def build_optimizer(groups: Groups, settings: TrainingConfig) -> torch.optim.Opt
     for group in optimizer.param_groups:
         group["optimizer"] = name
     return optimizer
+
+
+def _on_cards(groups: Groups) -> bool:
+    return all(parameter.device.type == "cuda" for group in groups for parameter in group["params"])
 
 
 def _import(name: str) -> Callable[..., torch.optim.Optimizer]:

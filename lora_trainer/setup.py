@@ -79,6 +79,7 @@ class Setup:
         self.scaler = self.plan.scaler()
         if state is not None:
             self.load(state)
+        free_memory(target.device)
 
     @property
     def config(self) -> Config:

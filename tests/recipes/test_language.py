@@ -1,0 +1,69 @@
+"""A language LoRA from the command line to files that other programs load."""
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from helpers.language import make
+from recipe import events, kill_after_step, run, start
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def adapter(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "saida" / "lora" / "lora-peft" / "adapter_model.safetensors")
+
+
+def test_trains_and_peft_loads_the_folder(tmp_path: Path) -> None:
+    path = make(tmp_path, treino={"epocas": 12}, dados={"fracao_validacao": 0.2}, amostras={"prompts": ["pergunta número 3?"], "tokens_maximos": 8})
+    assert run(path) == 0
+    folder = tmp_path / "saida" / "lora"
+    rows = events(folder)
+    assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
+    validations = [json.loads(line) for line in (folder / "metricas.jsonl").read_text().splitlines() if "validation_loss" in line]
+    assert validations[-1]["validation_loss"] < validations[0]["validation_loss"]
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    ids = torch.arange(4, 30)[None]
+    before = base(ids).logits
+    trained = peft.PeftModel.from_pretrained(base, str(folder / "lora-peft"))
+    assert (trained(ids).logits - before).abs().max() > 0.1
+    assert AutoTokenizer.from_pretrained(folder / "lora-peft").chat_template
+    page = next((folder / "amostras").glob("*.md")).read_text(encoding="utf-8")
+    assert "pergunta número 3?" in page
+    assert "**LoRA:**" in page
+
+
+def test_resumes_bit_for_bit(tmp_path: Path) -> None:
+    straight = make(tmp_path / "straight", saida={"salvar_cada": 2})
+    assert run(straight) == 0
+    broken = make(tmp_path / "broken", saida={"salvar_cada": 2})
+    folder = tmp_path / "broken" / "saida" / "lora"
+    process = start(broken)
+    kill_after_step(process, folder, 3)
+    assert run(broken, "--retomar") == 0
+    expected, got = adapter(tmp_path / "straight"), adapter(tmp_path / "broken")
+    assert all(torch.equal(expected[key], got[key]) for key in expected)
+
+
+def test_every_format_is_written_and_checked(tmp_path: Path) -> None:
+    path = make(tmp_path, saida={"formatos": ["peft", "gguf", "merged"]}, treino={"epocas": 1})
+    assert run(path) == 0
+    folder = tmp_path / "saida" / "lora"
+    assert "ADAPTER ./lora.gguf" in (folder / "Modelfile").read_text()
+    ids = torch.arange(4, 30)[None]
+    merged = AutoModelForCausalLM.from_pretrained(folder / "lora-merged", dtype=torch.float32)(ids).logits
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    trained = peft.PeftModel.from_pretrained(base, str(folder / "lora-peft"))(ids).logits
+    assert (merged - trained).abs().max() < 0.02 * trained.abs().max()
+
+
+@pytest.mark.parametrize("options", [{"quantizacao_base": "nf4"}, {"streaming_blocos": 1.0, "descarga_ativacoes": "sim"}])
+def test_trains_under_memory_techniques(tmp_path: Path, options: dict[str, object]) -> None:
+    assert run(make(tmp_path, memoria=options, treino={"epocas": 1})) == 0
+
+
+def test_image_formats_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(make(tmp_path, saida={"formatos": ["kohya"]})) == 2
+    assert "kohya não é um formato de" in capsys.readouterr().err
