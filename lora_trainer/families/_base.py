@@ -92,19 +92,20 @@ class Family(ABC):
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int = 75) -> "Family":
         """Read the architecture; raises SourceError for bases that cannot be trained (inpainting, refiner, …)."""
 
-    def chosen_formats(self, asked: Sequence[str]) -> tuple[str, ...]:
+    @classmethod
+    def chosen_formats(cls, asked: Sequence[str]) -> tuple[str, ...]:
         """`saida.formatos` with `auto` replaced; raises ConfigError for formats of other families."""
-        wrong = [name for name in asked if name not in ("auto", *self.formats)]
+        wrong = [name for name in asked if name not in ("auto", *cls.formats)]
         if wrong:
             raise ConfigError(
                 t(
-                    pt=f"{wrong[0]} não é um formato de {self.title}",
-                    en=f"{wrong[0]} is not a format of {self.title}",
+                    pt=f"{wrong[0]} não é um formato de {cls.title}",
+                    en=f"{wrong[0]} is not a format of {cls.title}",
                 ),
-                t(pt=f"use {', '.join(self.formats)}", en=f"use {', '.join(self.formats)}"),
+                t(pt=f"use {', '.join(cls.formats)}", en=f"use {', '.join(cls.formats)}"),
                 shown("output", "formats"),
             )
-        return tuple(dict.fromkeys(self.formats[0] if name == "auto" else name for name in asked))
+        return tuple(dict.fromkeys(cls.formats[0] if name == "auto" else name for name in asked))
 
     @abstractmethod
     def configure(self, training: TrainingConfig, data: DataConfig) -> None:

@@ -17,12 +17,14 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_trains_and_peft_loads_the_folder(tmp_path: Path) -> None:
-    path = make(tmp_path, treino={"epocas": 12}, dados={"fracao_validacao": 0.2}, amostras={"prompts": ["pergunta número 3?"], "tokens_maximos": 8})
+    samples = {"prompts": ["pergunta número 3?"], "tokens_maximos": 8}
+    path = make(tmp_path, treino={"epocas": 12}, dados={"fracao_validacao": 0.2}, amostras=samples)
     assert run(path) == 0
     folder = tmp_path / "saida" / "lora"
     rows = events(folder)
     assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
-    validations = [json.loads(line) for line in (folder / "metricas.jsonl").read_text().splitlines() if "validation_loss" in line]
+    lines = (folder / "metricas.jsonl").read_text(encoding="utf-8").splitlines()
+    validations = [json.loads(line) for line in lines if "validation_loss" in line]
     assert validations[-1]["validation_loss"] < validations[0]["validation_loss"]
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     ids = torch.arange(4, 30)[None]

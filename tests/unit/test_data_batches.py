@@ -11,7 +11,7 @@ import torch
 from data_cases import TinyFamily, built, cap, good, img
 
 from lora_trainer.data import batches
-from lora_trainer.data.batches import BatchPlan, Loader, collate
+from lora_trainer.data.batches import BatchPlan, ImageLoader, collate
 from lora_trainer.data.cache import Cache
 from lora_trainer.data.encode import Encoder, encode_dataset
 
@@ -29,7 +29,7 @@ def mixed(folder):
 def loaded(dataset, folder, seed=0, **options):
     encoder = Encoder(TinyFamily(), Cache(folder), dataset.config, torch.float32, torch.float32, **options)
     encode_dataset(dataset, encoder, CPU)
-    return Loader(dataset, encoder, seed)
+    return ImageLoader(dataset, encoder, seed)
 
 
 def seen(plan, epoch):
@@ -145,7 +145,7 @@ def test_validation_batches_never_change(tmp_path):
 def test_the_ram_cache_is_bounded_and_harmless(tmp_path):
     dataset = built(good(tmp_path / "ds", 6), resolution=64)
     roomy = loaded(dataset, tmp_path / "store")
-    tight = Loader(dataset, roomy.encoder, 0, ram_bytes=6000)
+    tight = ImageLoader(dataset, roomy.encoder, 0, ram_bytes=6000)
     plan = BatchPlan(dataset, 2, 1, seed=0)
     for step in range(6):
         one, other = roomy.load_batch(plan.window(step)[0]), tight.load_batch(plan.window(step)[0])

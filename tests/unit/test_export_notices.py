@@ -10,7 +10,8 @@ from adapter_models import SD15, perturb, sd15_model
 from lora_trainer.adapters import inject
 from lora_trainer.config.loading import Loaded, load
 from lora_trainer.config.schema import ModelConfig
-from lora_trainer.outputs import Outputs
+from lora_trainer.modality import RunFacts
+from lora_trainer.outputs import ImageOutputs
 from lora_trainer.run_folder import RunFolder
 
 BASE = "modelo: {modelo_base: owner/name}\ndados: {diretorio_dados: .}\nsaida: {diretorio: saida}\n"
@@ -50,8 +51,8 @@ def test_a_lora_that_does_nothing_is_a_warning(tmp_path, caplog, trained, interm
     if trained:
         perturb(adapter)
     batches = SimpleNamespace(dataset=SimpleNamespace(training=[], regularization=[]), steps_per_epoch=1)
-    outputs = Outputs(loaded(tmp_path), RunFolder(tmp_path / "saida", "x"), adapter, batches, "2026-11-29", 7)
-    (path,) = outputs.save(7, intermediate=intermediate)
+    facts = RunFacts(loaded(tmp_path), RunFolder(tmp_path / "saida", "x"), "2026-11-29", 7, print)
+    (path,) = ImageOutputs(facts, SD15, batches).save(adapter, 7, intermediate=intermediate)
     assert path.is_file()
     told = [record.message for record in caplog.records if "LoRA ainda é nulo" in record.message]
     assert len(told) == (0 if trained else 1)

@@ -23,7 +23,7 @@ from lora_trainer.families._base import Family, Sampling
 from lora_trainer.memory._base import MemoryPlan
 from lora_trainer.memory.caching import Encoding
 from lora_trainer.plot import plot_metrics, smooth
-from lora_trainer.preview import LABEL_HEIGHT, MARGIN, Previews, make_grid, to_image
+from lora_trainer.preview import LABEL_HEIGHT, MARGIN, ImagePreviews, make_grid, to_image
 from lora_trainer.progress import Metrics, Terminal
 from lora_trainer.run_folder import RunFolder
 from lora_trainer.tracker import MemoryTracker, mark_resident
@@ -57,7 +57,7 @@ class Studio:
         metrics, self.log = Metrics(), root / "metricas.jsonl"
         metrics.open(self.log)
         self.encoder = replace(self.encoder, encoding=Encoding())
-        self.previews = Previews(self.family, self.config, self.encoder, CPU, Terminal(), metrics)
+        self.previews = ImagePreviews(self.family, self.config, self.encoder, CPU, Terminal(), metrics)
         self.previews.plan = MemoryPlan(())
         self.folder = RunFolder(root, "x")
         self.folder.samples.mkdir(parents=True, exist_ok=True)
