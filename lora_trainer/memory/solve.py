@@ -97,7 +97,9 @@ def _tried(candidate: Candidate, micro_batch: int) -> Tried:
 
 
 def _cache_bytes(family: Family, size: tuple[int, int]) -> tuple[int, int]:
-    """(of an image, of a caption): what a batch holds beside its seeds and weights."""
+    """(of an image, of a caption): what a batch holds beside its seeds and weights. Texts are not kept on disk."""
+    if not isinstance(family, ImageFamily):
+        return 0, 0
     example = family.example_batch(1, size)
     sizes = {name: tensor.nbytes for name, tensor in example.items() if name not in ("seeds", "weight")}
     of_image = sum(size for name, size in sizes.items() if name in ("latents", "time_ids", "mask"))
