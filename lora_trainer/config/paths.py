@@ -24,7 +24,7 @@ EXPECTED: dict[Key, str] = {
     ("model", "vae"): "any",
     ("model", "tokenizer"): "folder",
     ("model", "architecture"): "folder",
-    ("model", "initial_lora"): "file",
+    ("model", "initial_lora"): "any",
     ("data", "data_dir"): "any",
     ("data", "mask_dir"): "folder",
     ("data", "regularization_dir"): "folder",

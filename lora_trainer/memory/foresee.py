@@ -63,6 +63,8 @@ class Foresight:
     cache_bytes: tuple[int, int] = (0, 0)
     """On disk, of one image and of one caption."""
     adapter_bytes: int = 0
+    texts: bool = False
+    """The family learns from texts: sizes are tokens."""
 
     @property
     def peak(self) -> int:

@@ -17,6 +17,8 @@ from .foresee import Foresight, keys, named
 from .plan import EMBEDDINGS, OPTIMIZER_8BIT, QUANTIZATION, SOLVED
 from .recover import CHECKPOINTING, Rung
 
+FORESEEN = ("fits", "peak_gib", "phases", "saves")
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -24,6 +26,8 @@ class Kept:
     peak: int | None
     """Bytes of live tensors that were foreseen; None where nothing was."""
     encoding: dict[str, Any]
+    foreseen: dict[str, Any]
+    """Phases, peak and savings, as they stand in the file."""
 
 
 def plain_values(config: Config) -> dict[Key, Any]:
@@ -64,6 +68,7 @@ def read_plan(path: Path) -> Kept | None:
             Rung(values, int(content["micro_batch"])),
             None if peak is None else int(float(peak) * GIB),
             dict(content.get("encoding") or {}),
+            {name: content[name] for name in FORESEEN if name in content},
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

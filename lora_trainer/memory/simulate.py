@@ -163,35 +163,24 @@ def make_fake(model: nn.Module, device: torch.device, tracker: MemoryTracker, *,
     """Give every meta tensor a fake one: packed layers what they pack, layers with a `home` in host memory.
 
     In the order of the base's file, where one is known; adapters come last, after a `checked` base was looked through.
-    Of packed layers that need the same, only the last is packed by `pack_weight`: most lies beside it. What comes packed from
-    a file never is.
+    Of packed layers that need the same, only the last is packed by `pack_weight`: most lies beside it. The others, and what
+    comes packed from a file, get tensors of the packed shapes.
     """
     layer: Any
     layers = sorted(model.modules(), key=lambda layer: getattr(layer, "read_at", (math.inf, 0)))
-    last = {_packed_alike(layer): layer for layer in layers if hasattr(layer, "pack_weight")}
+    packed = (layer for layer in layers if hasattr(layer, "pack_weight") and not layer.packing.from_file)
+    last = {(layer.packing, layer.weight_shape, layer.weight_dtype): layer for layer in packed}
+    to_pack = set(last.values())
     for layer in layers:
         home = getattr(layer, "home", device)
-        if hasattr(layer, "pack_weight"):
-            if layer is last[_packed_alike(layer)] and not layer.packing.from_file:
-                layer.pack_weight(torch.empty(layer.weight_shape, dtype=layer.weight_dtype, device=device), home)
-            else:
-                _set_packed(layer, home)
+        if layer in to_pack:
+            layer.pack_weight(torch.empty(layer.weight_shape, dtype=layer.weight_dtype, device=device), home)
         _fake_tensors(layer, home, trained=False)
     if checked:
         _unpack_one_by_one(model)
     for layer in model.modules():
         _fake_tensors(layer, getattr(layer, "home", device), trained=True)
     mark_resident(model, tracker)
-
-
-def _packed_alike(layer: Any) -> tuple[Any, ...]:
-    return layer.packing, layer.weight_shape, layer.weight_dtype, hasattr(layer, "home")
-
-
-def _set_packed(layer: Any, home: torch.device) -> None:
-    with host_memory(hasattr(layer, "home")):
-        old = zip(layer.packed_names, layer.packed(), strict=True)
-        layer.set_packed({name: torch.empty(x.shape, dtype=x.dtype, device=home) for name, x in old}, home)
 
 
 def _fake_tensors(layer: Any, home: torch.device, *, trained: bool) -> None:

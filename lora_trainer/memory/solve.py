@@ -66,6 +66,7 @@ def answer(question: Question, folder: Path | None = None) -> Foresight:
         saves=rungs.saves(simulate=not fits),
         encoding=json.loads(json.dumps(asdict(encoding))),  # as it comes back from the cache
         cache_bytes=_cache_bytes(family, size),
+        texts=not isinstance(family, ImageFamily),
         adapter_bytes=sum(best.prediction.phases["optimizer"].causes[cause] for cause in ADAPTER_KEPT),
     )
 
