@@ -365,7 +365,7 @@ def _refuse_missing_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, 
         kinds = {
             frozenset(_flat_keys(saved["state"][number])): parameter
             for number, parameter in zip(old["params"], group["params"], strict=True)
-            if number in saved["state"]
+            if saved["state"].get(number)  # empty where the optimizer was only asked, before its first step
         }
         for kept, parameter in kinds.items():
             twin = nn.Parameter(torch.zeros_like(parameter))

@@ -1,4 +1,4 @@
-"""Two hundred out-of-memory errors in one run of the demo: python tests/bench/inject_oom.py [--count 200] [--epochs 30]
+"""Two hundred out-of-memory errors in one run of the demo: python tests/bench/inject_oom.py [--count 200] [--epochs 60]
 
 A first run goes by the last rung from its start: it counts the operators of every phase, and gives the expected adapter.
 The second meets real torch.OutOfMemoryErrors at random operators of each phase, spread over the run (those that make
@@ -89,7 +89,7 @@ class Watched:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
