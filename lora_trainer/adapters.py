@@ -25,6 +25,7 @@ from .config.names import shown
 from .config.schema import ModelConfig
 from .errors import ConfigError, SourceError, t
 from .export import Lora, LoraFile, LoraModule, differences, read_lora, read_tensors
+from .export.fused import slots_of
 from .export.readers import unreadable
 
 if TYPE_CHECKING:
@@ -150,7 +151,8 @@ class Adapter:
 
     def read_fitting(self, path: Path) -> LoraFile:
         """The file, whole, finite and of this adapter's modules, ranks and kind. Looks at shapes: works on meta too."""
-        file = read_lora(path, list(self.layers), self.family.export_prefixes(), self.layers_per_block)
+        prefixes, slots = self.family.export_prefixes(), slots_of(self.family)
+        file = read_lora(path, list(self.layers), prefixes, self.layers_per_block, slots)
         if lines := differences(file, self._shapes()):
             origin = file.metadata.get("modelspec.architecture") or file.metadata.get("ss_base_model_version")
             known = t(pt=f"; o arquivo diz ser de `{origin}`", en=f"; the file is for `{origin}`") if origin else ""
@@ -222,8 +224,17 @@ def find_targets(
         adapted = [name for name in text if pattern.fullmatch(name)]
         assert adapted, "train_text_encoder needs the text encoders in the model"
         chosen += adapted
+    if settings.dora and "kohya" in formats and slots_of(family) is not None:
+        raise ConfigError(
+            t(
+                pt=f"um arquivo kohya de {family.title} não guarda DoRA: q, k e v são uma só matriz",
+                en=f"a kohya file of {family.title} cannot hold DoRA: q, k and v are one matrix",
+            ),
+            t(pt="use saida.formatos: [diffusers], ou apague dora", en="use output.formats: [diffusers], or delete dora"),
+            shown("model", "dora"),
+        )
     config = getattr(model["unet"], "config", None) if "unet" in model else None
-    if lost := unreadable(chosen, family.export_prefixes(), formats, config):
+    if lost := unreadable(chosen, family, formats, config):
         raise _not_carried(settings.lora_targets, lost)
     return chosen
 

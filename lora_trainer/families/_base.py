@@ -20,6 +20,7 @@ from ..errors import ConfigError, t
 from ..sources import Source
 
 if TYPE_CHECKING:
+    from ..export.fused import Slots
     from ..modality import Modality
 
 Example = dict[str, Tensor]
@@ -77,6 +78,10 @@ class Family(ABC):
     """What `dados.maximo_tokens` may be, besides auto."""
     text_targets: ClassVar[str] = ""
     """Regular expression of the text encoders' adapted layers, over paths such as `text_encoder.…`; "" has none."""
+    lora_loader: ClassVar[str | None] = None
+    """diffusers' class that loads its LoRA files; None: that of a UNet's."""
+    kohya_slots: "Slots | None" = None
+    """Where modules lie in kohya files, if some of them are fused there (export/fused.py)."""
     lora_targets: ClassVar[dict[str, str]]
     """Preset (attention, attention+mlp, all) -> regular expression over module paths such as `unet.mid_block.…`."""
     @classmethod

@@ -144,7 +144,7 @@ def _architecture(source: Source | None) -> object:
     if source is None:
         return None
     if source.kind == "file":
-        return [[name, info.dtype, list(info.shape)] for name, info in source.header.items()]
+        return [[name, info.dtype, list(info.shape)] for name, info in source.tensors.items()]
     configs = sorted(source.path.rglob("*config.json"))
     return [[path.relative_to(source.path).as_posix(), path.read_text(encoding="utf-8")] for path in configs]
 
