@@ -39,6 +39,7 @@ def make_flow_scheduler(family: "DiffusionFamily", steps: int, shape: torch.Size
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(known)
     mu = Shift.of(family.schedule_config, family.patch).mu(shape) if scheduler.config.use_dynamic_shifting else None
     scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps).tolist(), mu=mu)
+    scheduler.set_begin_index(0)
     return scheduler
 
 
