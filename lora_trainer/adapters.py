@@ -146,13 +146,12 @@ class Adapter:
         return state
 
     def load_file(self, path: Path) -> None:
-        """Start from a LoRA file, kohya or diffusers, of any float type; it must fit this adapter exactly."""
+        """Start from a LoRA file, kohya or diffusers, or a PEFT folder, of any float type; it must fit this adapter exactly."""
         self.load_state_dict(self.state_of(self.read_fitting(path).lora))
 
     def read_fitting(self, path: Path) -> LoraFile:
         """The file, whole, finite and of this adapter's modules, ranks and kind. Looks at shapes: works on meta too."""
-        prefixes, slots = self.family.export_prefixes(), slots_of(self.family)
-        file = read_lora(path, list(self.layers), prefixes, self.layers_per_block, slots)
+        file = self._read(path)
         if lines := differences(file, self._shapes()):
             origin = file.metadata.get("modelspec.architecture") or file.metadata.get("ss_base_model_version")
             known = t(pt=f"; o arquivo diz ser de `{origin}`", en=f"; the file is for `{origin}`") if origin else ""
@@ -169,6 +168,16 @@ class Adapter:
                 str(path),
             )
         return file
+
+    def _read(self, path: Path) -> LoraFile:
+        if path.is_dir():
+            from .export.peft_folder import read_peft_folder
+
+            lora = read_peft_folder(path)
+            own = {name: module for name, module in lora.items() if name in self.layers}
+            return LoraFile(own, [name for name in lora if name not in own], {})
+        prefixes, slots = self.family.export_prefixes(), slots_of(self.family)
+        return read_lora(path, list(self.layers), prefixes, self.layers_per_block, slots)
 
     def _shapes(self) -> Lora:
         """The adapter's own tensors, wherever they are, for comparing shapes."""
@@ -251,7 +260,8 @@ def check_initial_file(
     path: Path, family: "Family", settings: ModelConfig, formats: Collection[str] = ("kohya",)
 ) -> None:
     """Before anything is loaded: `path` is whole and finite, and fits the adapter that `settings` describes."""
-    read_tensors(path)  # what is wrong with the file itself is told first
+    if path.is_file():
+        read_tensors(path)  # what is wrong with the file itself is told first
     inject(_skeleton(family, settings), family, settings, 0, formats).read_fitting(path)
 
 

@@ -54,17 +54,15 @@ class Planning:
             own = {key: self.rung.values[key] for key in self.loaded.settled if key in self.rung.values}
             micro_batch = min(kept.rung.micro_batch, config.training.batch_size)
             self.rung = Rung({**kept.rung.values, **own}, micro_batch)
+            self.facts = dict(kept.foreseen)
         if self.choice.available is not None and not (kept and kept.peak and kept.peak <= self.choice.available):
             self._foresee(source, worst, fixed_on_resume() if kept else frozenset())
         self.encoding = Encoding.from_json(self.found.encoding) if self.found else Encoding.of(config.memory, self.loaded.written)
         if kept and kept.encoding:
             self.encoding = self.encoding.resumed(Encoding.from_json(kept.encoding))
         solved = with_values(config, dict(self.rung.values))
-        origins = {
-            names.options()[key].shown("pt"): t(pt="plano", en="plan")
-            for key in self.rung.values
-            if key not in self.loaded.settled
-        }
+        planned = set(self.rung.values) - self.loaded.settled if self.found or kept else set()
+        origins = {names.options()[key].shown("pt"): t(pt="plano", en="plan") for key in planned}
         self.loaded = replace(self.loaded, config=solved, origins={**self.loaded.origins, **origins})
         return self.loaded
 

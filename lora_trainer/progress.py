@@ -8,7 +8,6 @@ import contextlib
 import io
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from .atomic import replacing
 from .errors import t
 from .tracker import MemoryTracker
 
@@ -227,13 +227,6 @@ def gib(count: float) -> str:
 
 def write_json(path: Path, value: Any) -> None:
     """Atomic: the file is either the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(value, file, ensure_ascii=False, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        json.dump(value, file, ensure_ascii=False, indent=2)
+        file.write("\n")

@@ -197,7 +197,13 @@ def _near(path: Path) -> str:
 
 
 def _open_file(path: Path, what: str) -> Source:
-    if is_gguf(path):  # its reader tells the tensors apart, and what is wrong with it
+    if is_gguf(path):
+        if not open_gguf(path, what).tensors:  # which says what else may be wrong with it
+            raise SourceError(
+                t(pt=f"{path.name} é um GGUF sem tensores", en=f"{path.name} is a GGUF without tensors"),
+                t(pt="baixe o arquivo de novo", en="download the file again"),
+                what,
+            )
         return Source(path, "file", what)
     header, metadata = read_header(path, what)
     return Source(path, "file", what, header, metadata)

@@ -132,7 +132,12 @@ class Training:
             return step
         state = load_state(self.session.folder.state) if torn else setup.state(step, self.batches.dataset.fingerprint())
         self._drop()
-        self.build(state)
+        try:
+            self.build(state)
+        except DoesNotFitError:
+            if state is not None and not torn:
+                self._write(state)
+            raise
         return state.step if state is not None else 0
 
     def _sheltered(self, phase: str, step: int, duty: Callable[[], Any]) -> Any:
@@ -265,14 +270,17 @@ class Training:
                 ),
                 t(pt="reduza treino.taxa_aprendizado", en="lower training.learning_rate"),
             )
+        self._write(self.setup.state(step, self.batches.dataset.fingerprint()))
+        self.last_state = time.monotonic()
+
+    def _write(self, state: State) -> None:
         try:
-            save_state(self.session.folder.state, self.setup.state(step, self.batches.dataset.fingerprint()))
+            save_state(self.session.folder.state, state)
         except UserError as error:
             if self.session.stop:
                 raise
             self.terminal.warn(str(error))
-            self.metrics.event("state_not_saved", step=step, problem=error.problem)
-        self.last_state = time.monotonic()
+            self.metrics.event("state_not_saved", step=state.step, problem=error.problem)
 
     @torch.no_grad()
     def validate(self, step: int) -> None:
@@ -289,9 +297,11 @@ class Training:
         finally:
             setup.model.train()
         mean = total / terms
-        self.metrics.write(step=step, validation_loss=mean)
+        facts = setup.target.family.loss_facts(mean)
+        self.metrics.write(step=step, validation_loss=mean, **facts)
+        more = "".join(f", {name} {value:.2f}" for name, value in facts.items())
         self.terminal.note(
-            t(pt=f"passo {step}: perda de validação {mean:.5f}", en=f"step {step}: validation loss {mean:.5f}")
+            t(pt=f"passo {step}: perda de validação {mean:.5f}{more}", en=f"step {step}: validation loss {mean:.5f}{more}")
         )
 
     def finish(self) -> list[str]:

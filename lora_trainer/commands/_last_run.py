@@ -28,13 +28,14 @@ OPTION_OF_TECHNIQUE: dict[str, names.Key] = {
     "Quantize4bit": ("memory", "base_quantization"),
     "Quantize8bit": ("memory", "base_quantization"),
     "CastFp8": ("memory", "base_quantization"),
+    "EmbeddingOffload": ("memory", "embedding_offload"),
     "BlockStreaming": ("memory", "block_streaming"),
     "ActivationOffload": ("memory", "activation_offload"),
     "OptimizerInBackward": ("memory", "optimizer_in_backward"),
     "MixedPrecision": ("training", "mixed_precision"),
 }
 """Class name in plano.json -> the option that switches it."""
-WITHOUT_OPTION = frozenset({"AttentionSlicing", "EmbeddingOffload"})
+WITHOUT_OPTION = frozenset({"AttentionSlicing"})
 """Techniques that follow from the machine or from other options."""
 
 

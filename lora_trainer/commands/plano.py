@@ -19,7 +19,7 @@ from ..hardware import Precision, choose_precision
 from ..memory.advice import cause_title, does_not_fit, explain, phase_title
 from ..memory.ask import ask
 from ..memory.foresee import Foresight, Tried, named
-from ..memory.plan import with_values
+from ..memory.plan import QUANTIZATION, with_values
 from ..memory.ram import Ram, ram_notice
 from ..memory.speed import Speed, speed_of
 from ..picker import Choice, settle
@@ -44,12 +44,19 @@ class Planned:
     found: Foresight
     speed: Speed
     amount: Amount | None = None
-    """None without images to count."""
+    """None without images to count; rows of texts are known once they are tokenised."""
 
     @property
     def seconds(self) -> float:
         """Of one optimizer step."""
         return self.speed.seconds(self.found.flops, self.found.transferred)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """In full rows; None for images."""
+        training, data = self.loaded.config.training, self.loaded.config.data
+        tokens = training.batch_size * training.gradient_accumulation_steps * data.max_length
+        return tokens / self.seconds if self.found.texts else None
 
     def seconds_of(self, one: Tried) -> float:
         return self.speed.seconds(one.flops, one.transferred)
@@ -116,7 +123,8 @@ def plan_for(loaded: Loaded, choice: Choice) -> Planned:
         validation=config.data.validation_fraction > 0,
     )
     family = presets.family_of(config.model.base_or_architecture, config.model.family)
-    return Planned(loaded, choice, family, found, speed_of(choice.card, config.memory.vram), amount_of(config))
+    amount = None if found.texts else amount_of(config)
+    return Planned(loaded, choice, family, found, speed_of(choice.card, config.memory.vram), amount)
 
 
 def planned_precision(loaded: Loaded, choice: Choice) -> Precision:
@@ -139,6 +147,10 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "host_gib": _gib(found.host),
         "disk_gib": _gib(planned.disk),
         "preset": choice.preset,
+        "micro_batch": planned.loaded.config.training.batch_size,
+        "accumulation": planned.loaded.config.training.gradient_accumulation_steps,
+        "max_length": planned.loaded.config.data.max_length if found.texts else None,
+        "tokens_per_s": planned.tokens_per_second and round(planned.tokens_per_second, 1),
         "lossless": found.lossless,
         "seconds_per_step": round(planned.seconds, 3),
         "steps": amount and amount.steps,
@@ -171,6 +183,7 @@ def _tried_as_json(planned: Planned, one: Tried) -> dict[str, Any]:
 def _print(planned: Planned) -> None:
     console, found = Console(highlight=False, soft_wrap=True), planned.found
     console.print(f"{planned.family} · {planned.choice.line()}", style="bold", markup=False)
+    console.print(_work(planned), markup=False)
     console.print(_phase_table(found))
     console.print(_verdict(planned), style="green" if found.fits else "red", markup=False)
     chosen = settings_text(planned.values)
@@ -183,6 +196,20 @@ def _print(planned: Planned) -> None:
         console.print(_below_table(planned))
     if any(not one.simulated for one in found.below) or found.without:
         console.print(t(pt="≈ calculado a partir de outra simulação", en="≈ worked out from another simulation"), style="dim")
+
+
+def _work(planned: Planned) -> str:
+    """What a step does."""
+    config = planned.loaded.config
+    count, times = config.training.batch_size, config.training.gradient_accumulation_steps
+    size = "×".join(map(str, config.data.resolution))
+    what = t(pt=f"imagem(ns) de {size}", en=f"image(s) of {size}")
+    if planned.found.texts:
+        what = t(pt=f"linha(s) de {config.data.max_length} tokens", en=f"row(s) of {config.data.max_length} tokens")
+    rank = config.model.lora_rank
+    return t(
+        pt=f"passo: {times} × {count} {what}, LoRA de rank {rank}", en=f"step: {times} × {count} {what}, LoRA of rank {rank}"
+    )
 
 
 def _verdict(planned: Planned) -> str:
@@ -207,7 +234,11 @@ def _reasons(planned: Planned) -> Iterator[str]:
     if CHECKPOINTING in planned.values and CHECKPOINTING not in planned.found.without and len(planned.found.without):
         word = _short({CHECKPOINTING: planned.values[CHECKPOINTING]})
         yield t(pt=f"  {word}: o que vem acima precisa disso", en=f"  {word}: what is above needs it")
-    if not planned.found.lossless:
+    asked, used = planned.loaded.config.memory.base_quantization, planned.found.values[QUANTIZATION]
+    if used == asked != "no" and QUANTIZATION not in planned.loaded.written:
+        word, name = _short({QUANTIZATION: used}), planned.choice.preset
+        yield t(pt=f"  {word}: do preset {name}", en=f"  {word}: the preset {name}'s")
+    elif not planned.found.lossless:
         yield t(
             pt="  nada que preserve todos os números bastou: o que muda os números fica dentro de um limite",
             en="  nothing that keeps every number was enough: what changes them does so within a bound",
@@ -217,8 +248,9 @@ def _reasons(planned: Planned) -> Iterator[str]:
 def _costs(planned: Planned) -> Iterator[str]:
     amount, ram = planned.amount, Ram.read()
     per_step, source = f"{planned.seconds:.2f} s", planned.speed.source
+    speed = "" if planned.tokens_per_second is None else f"; {planned.tokens_per_second:.0f} tokens/s"
     yield t(pt=f"tempo: cerca de {per_step} por passo ({source})", en=f"time: about {per_step} a step ({source})") + (
-        ""
+        speed
         if amount is None
         else t(
             pt=f"; {amount.steps} passos ({amount.images} imagens): {_duration(planned.seconds * amount.steps)}",
@@ -270,7 +302,7 @@ def _below_table(planned: Planned) -> Table:
         changed = {key: value for key, value in one.values.items() if before.get(key) != value}
         change = _short(changed)
         if one.micro_batch != batch:
-            change = t(pt=f"{one.micro_batch} imagem(ns) por vez", en=f"{one.micro_batch} image(s) at a time")
+            change = t(pt=f"{one.micro_batch} exemplo(s) por vez", en=f"{one.micro_batch} example(s) at a time")
         mark, seconds = "" if one.simulated else "≈ ", planned.seconds_of(one) - planned.seconds
         saved = t(pt=f"economiza {gib(peak - one.peak)}", en=f"saves {gib(peak - one.peak)}")
         table.add_row(f"  {change}", f"{mark}{gib(one.peak)}", saved, f"{seconds:+.2f} s")

@@ -1,7 +1,6 @@
 """The config as it took effect: every option, with the origin of its value, in a file that loads to the same config."""
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import psutil
 
+from ..atomic import replacing
 from ..errors import t
 from . import names
 from .loading import Loaded
@@ -38,15 +38,8 @@ def write(loaded: Loaded, path: Path) -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-            file.write(dump(loaded.config, loaded.origins, title))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8", newline="\n") as file:
+        file.write(dump(loaded.config, loaded.origins, title))
 
 
 def _remove_leftovers(path: Path) -> None:

@@ -44,6 +44,8 @@ class Sheet:
     section_places: dict[str, Where] = field(default_factory=dict)
     families: dict[str, "Sheet"] = field(default_factory=dict)
     """What the source says for bases of one family only; stronger than what it says for all."""
+    sizes: dict[float, "Sheet"] = field(default_factory=dict)
+    """What a family's sheet says for bases of up to so many billion parameters; stronger still."""
     broken: bool = False
     """Part of the source could not be read, so an option that seems missing may well be there."""
 

@@ -13,7 +13,7 @@ from .. import plugins
 from . import names
 from .fields import NO, YES
 from .names import Option
-from .reading import EXTENDS, FAMILIES, HOLDER_PREFIX
+from .reading import EXTENDS, FAMILIES, HOLDER_PREFIX, SIZE, SIZES
 from .schema import WORDS, Config
 
 DEFAULT_PATH = Path(__file__).parents[2] / "configs" / "schema.json"
@@ -37,7 +37,7 @@ def build() -> dict[str, Any]:
         "description": "O que vale só para bases desta família.\nWhat holds only for bases of this family.",
         "type": ["object", "null"],
         "additionalProperties": False,
-        "properties": dict(properties),
+        "properties": properties | dict.fromkeys(SIZES, _sizes(properties)),
     }
     families = {
         "description": "Seções por família do modelo base.\nSections by the base's family.",
@@ -55,6 +55,17 @@ def build() -> dict[str, Any]:
         "patternProperties": {f"^{HOLDER_PREFIX}": {}},
         "properties": properties | dict.fromkeys(EXTENDS, parents) | dict.fromkeys(FAMILIES, families),
         "definitions": definitions,
+    }
+
+
+def _sizes(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "description": "Até tantos bilhões de parâmetros: 4b, 10b, …\nUp to so many billion parameters: 4b, 10b, …",
+        "type": "object",
+        "additionalProperties": False,
+        "patternProperties": {
+            f"^{SIZE.pattern}$": {"type": "object", "additionalProperties": False, "properties": dict(properties)}
+        },
     }
 
 

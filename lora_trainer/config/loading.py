@@ -108,8 +108,9 @@ def load(
     chosen = None if asked in ("auto", "none") else asked
     family, written = None, frozenset(_merge(user))
     if chosen or any(sheet.families for sheet in [*below, *user]):
-        family = presets.family_of(facts.config.model.base_or_architecture, facts.config.model.family)
-        entries = _with_families(chosen, below, user, family, remarks)
+        base = facts.config.model.base_or_architecture
+        family = presets.family_of(base, facts.config.model.family)
+        entries = _with_families(chosen, below, user, (family, base), remarks)
         facts, problems, said = _check(entries, main.source)
         if problems:
             raise report(problems, str(path))
@@ -130,15 +131,21 @@ def load(
 
 
 def _with_families(
-    preset: str | None, below: Sequence[Sheet], user: Sequence[Sheet], family: str | None, remarks: list[str]
+    preset: str | None,
+    below: Sequence[Sheet],
+    user: Sequence[Sheet],
+    base: tuple[str | None, str | None],
+    remarks: list[str],
 ) -> dict[Key, Entry]:
-    """All entries, now that the base's family and the preset are known."""
+    """All entries, now that the preset and the base (its family, where it is) are known."""
+    family, path = base
     file = presets.path_of(preset) if preset else None
     ready = _read_chain(file, file.name, remarks) if file else []
     if problems := [problem for sheet in ready for problem in sheet.problems]:
         raise report(problems, str(file))
-    mine = _merge([*presets.flatten(below, family), *presets.flatten(user, family)])
-    return _merge_entries(presets.yielding(_merge([*presets.flatten(ready, family)]), mine), mine)
+    size = presets.size_of(path) if presets.sized([*ready, *below, *user], family) else None
+    mine = _merge([*presets.flatten(below, family, size), *presets.flatten(user, family, size)])
+    return _merge_entries(presets.yielding(_merge([*presets.flatten(ready, family, size)]), mine), mine)
 
 
 # -- sources

@@ -27,7 +27,7 @@ EXPECTED: dict[Key, str] = {
     ("model", "text_encoder_3"): "any",
     ("model", "tokenizer"): "folder",
     ("model", "architecture"): "folder",
-    ("model", "initial_lora"): "file",
+    ("model", "initial_lora"): "any",
     ("data", "data_dir"): "any",
     ("data", "mask_dir"): "folder",
     ("data", "regularization_dir"): "folder",

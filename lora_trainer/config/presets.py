@@ -1,7 +1,7 @@
 """Ready-made settings for a card size: which files there are, and what of them holds for a base.
 
 A preset is a config file like any other, presets/8gb.yaml; it lies between the defaults and the user's file. Its
-`familias:` sections need the base's family, which the base's header tells without torch.
+`familias:` sections need the base's family, and `tamanhos:` in them its size; the base's header tells both without torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .. import plugins
 from ..errors import ConfigError, t
+from . import sizes
 from .entries import Entry, Sheet
 from .names import Key, options
 
@@ -60,17 +61,32 @@ def family_of(base_model: str | None, family: str) -> str | None:
     return name if name in families() else None
 
 
+def size_of(base_model: str | None) -> float | None:
+    """Billions of parameters. Raises SourceError for a broken base."""
+    from ..sources import open_source
+
+    return sizes.billions(open_source(base_model)) if base_model else None
+
+
 def families() -> list[str]:
     """All families there are, told by their files' names."""
     return plugins.available("lora_trainer.families")
 
 
-def flatten(sheets: Sequence[Sheet], family: str | None) -> Iterator[Sheet]:
-    """Every sheet, followed by what it says for the family."""
+def sized(sheets: Sequence[Sheet], family: str | None) -> bool:
+    """Whether what is said for the family depends on the base's size."""
+    return any(sheet.families[family].sizes for sheet in sheets if family in sheet.families)
+
+
+def flatten(sheets: Sequence[Sheet], family: str | None, size: float | None) -> Iterator[Sheet]:
+    """Every sheet, followed by what it says for the family, and for its bases of this size (billions of parameters)."""
     for sheet in sheets:
         yield sheet
         if family in sheet.families:
-            yield sheet.families[family]
+            own = sheet.families[family]
+            yield own
+            if (bound := sizes.section_for(own.sizes, size)) is not None:
+                yield own.sizes[bound]
 
 
 def yielding(preset: Mapping[Key, Entry], written: Mapping[Key, Entry]) -> dict[Key, Entry]:

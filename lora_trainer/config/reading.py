@@ -3,6 +3,7 @@
 Every objection is collected in the sheet, so that one run tells all of them.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,10 @@ from .yaml_text import compose
 EXTENDS = ("herda", "extends")
 FAMILIES = ("familias", "families")
 """Top-level key whose sections hold for bases of one family: `familias: {sdxl: {dados: {resolucao: 1024}}}`."""
+SIZES = ("tamanhos", "sizes")
+"""In a family: what holds for bases of up to so many billion parameters, `tamanhos: {4b: {...}, 10b: {...}}`. The smallest
+that holds the base counts, for larger ones the last."""
+SIZE = re.compile(r"(\d+(?:\.\d+)?)b")
 HOLDER_PREFIX = "x-"
 """Top-level keys `x-…` hold anchors for reuse and set nothing."""
 
@@ -117,19 +122,39 @@ def _read_families(key: yaml.ScalarNode, value: yaml.Node, sheet: Sheet) -> None
             sheet.families[name.value] = _read_family(body, sheet)
 
 
-def _read_family(body: yaml.MappingNode, sheet: Sheet) -> Sheet:
+def _read_family(body: yaml.MappingNode, sheet: Sheet, *, sized: bool = True) -> Sheet:
     """A sheet of its own; what is wrong in it counts whichever family the base turns out to be."""
     inner = Sheet(sheet.source)
     for key, value, inherited in pairs(body, inner):
         section = names.find_section(key.value)
         if section:
             _read_section(section, key, value, inner)
+        elif sized and key.value in SIZES:
+            _read_sizes(key, value, inner)
         elif not inherited:
             unknown(inner, where_of(key, inner), key.value, None)
     sheet.problems += inner.problems
     sheet.broken |= inner.broken
     inner.problems = []
     return inner
+
+
+def _read_sizes(key: yaml.ScalarNode, value: yaml.Node, sheet: Sheet) -> None:
+    entries = list(pairs(value, sheet)) if isinstance(value, yaml.MappingNode) else []
+    for name, body, _ in entries:
+        if (size := SIZE.fullmatch(name.value)) and isinstance(body, yaml.MappingNode):
+            sheet.sizes[float(size[1])] = _read_family(body, sheet, sized=False)
+    if sheet.sizes and len(sheet.sizes) == len(entries):
+        return
+    complain(
+        sheet,
+        where_of(key, sheet),
+        t(
+            pt=f"`{key.value}` espera tamanhos em bilhões de parâmetros, com suas seções abaixo",
+            en=f"`{key.value}` wants sizes in billions of parameters, with their sections below",
+        ),
+        "tamanhos: {4b: {memoria: {quantizacao_base: nf4}}, 10b: …}",
+    )
 
 
 def _read_section(section: str, key: yaml.ScalarNode, value: yaml.Node, sheet: Sheet) -> None:

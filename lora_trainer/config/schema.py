@@ -446,6 +446,10 @@ class MemoryConfig(Section):
         "auto", pt="streaming_blocos",
         doc_pt="Parte dos blocos do modelo base que fica na RAM e vem à placa quando é usada: nao ou de 0 a 1.",
         doc_en="Share of the base's blocks kept in RAM and brought to the card when used: no, or 0 to 1.")
+    embedding_offload: Switch = option(
+        "auto", pt="descarga_embeddings",
+        doc_pt="Guarda na RAM os embeddings e a cabeça de um modelo de linguagem; só as linhas em uso vêm à placa.",
+        doc_en="Keep a language model's embeddings and head in RAM; only the rows in use come to the card.")
     activation_offload: Switch = option(
         "auto", pt="descarga_ativacoes",
         doc_pt="Guarda na RAM as ativações dos checkpoints de gradiente.",

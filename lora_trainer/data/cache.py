@@ -6,16 +6,15 @@ damaged entry counts as missing and is made again. Not done: deleting old entrie
 time.
 """
 
-import contextlib
 import hashlib
 import json
 import os
-import uuid
 from pathlib import Path
 
 import safetensors.torch
 from safetensors import SafetensorError
 
+from ..atomic import replacing
 from ..config.names import shown
 from ..errors import DataError, t
 from ..families._base import Example
@@ -56,14 +55,10 @@ class Cache:
     def write(self, key: str, example: Example) -> None:
         data = safetensors.torch.save({name: tensor.detach().cpu().clone() for name, tensor in example.items()})
         path = self.path(key)
-        temporary = path.with_name(f".{key[:16]}-{uuid.uuid4().hex}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+            with replacing(path) as temporary:
+                temporary.write_bytes(data)
         except OSError as error:
             if self.has(key):  # Windows lets nobody replace an entry that the other run is reading
                 return
@@ -75,6 +70,3 @@ class Cache:
                 ),
                 where=shown("data", "cache_dir"),
             ) from error
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink()

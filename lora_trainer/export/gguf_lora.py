@@ -7,9 +7,7 @@ model, whatever its quantisation. Left out, because llama.cpp cannot load them: 
 and on a head that the model shares with its embeddings.
 """
 
-import os
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..atomic import replacing
 from ..errors import MachineError, SourceError, UserError, t
 from ..gguf.blocks import dequantize
 from ..gguf.names import ARCHITECTURES, converted_names, rope_order
@@ -173,32 +172,26 @@ def _write(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) 
     """All or nothing."""
     from gguf import GGUFWriter
 
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        writer = GGUFWriter(temporary, facts["arch"])
-        writer.add_type("adapter")
-        writer.add_string("adapter.type", "lora")
-        writer.add_float32("adapter.lora.alpha", facts["alpha"])
-        writer.add_name(facts["name"])
-        if facts["base"]:
-            writer.add_base_model_count(1)
-            writer.add_base_model_name(0, facts["base"])
-        for name, tensor in tensors.items():
-            writer.add_tensor(name, tensor.contiguous().numpy())
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            writer = GGUFWriter(temporary, facts["arch"])
+            writer.add_type("adapter")
+            writer.add_string("adapter.type", "lora")
+            writer.add_float32("adapter.lora.alpha", facts["alpha"])
+            writer.add_name(facts["name"])
+            if facts["base"]:
+                writer.add_base_model_count(1)
+                writer.add_base_model_name(0, facts["base"])
+            for name, tensor in tensors.items():
+                writer.add_tensor(name, tensor.contiguous().numpy())
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
     except OSError as error:
         raise MachineError(
             t(pt=f"não foi possível gravar o arquivo ({error})", en=f"the file could not be written ({error})"),
             t(pt="libere espaço ou mude saida.diretorio", en="free space or change output.dir"),
             str(path),
         ) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink()

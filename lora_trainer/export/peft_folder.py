@@ -16,7 +16,7 @@ import peft
 import torch
 from torch import Tensor, nn
 
-from ..errors import t
+from ..errors import SourceError, t
 from ..tracker import host_memory
 from ._folders import Entry, new_folder, write_tensors, write_text
 from ._lora import Lora
@@ -133,12 +133,12 @@ def _keyed(lora: Lora) -> dict[str, Tensor]:
 
 
 def read_peft_folder(folder: Path) -> Lora:
-    """The modules of a folder that save_peft_folder wrote, by their paths in our models."""
+    """The modules of a folder that save_peft_folder or peft wrote, by their paths in our models. SourceError if damaged."""
     from ._lora import LoraModule
     from .read import read_tensors
 
     tensors, _ = read_tensors(folder / WEIGHTS, str(folder))
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config = _read_config(folder)
     lora = {}
     for key in tensors:
         if not key.endswith(".lora_A.weight"):
@@ -147,11 +147,23 @@ def read_peft_folder(folder: Path) -> Lora:
         path = stem.removeprefix("base_model.model.")
         down, up = tensors[key].float(), tensors[f"{stem}.lora_B.weight"].float()
         magnitude = tensors.get(f"{stem}.lora_magnitude_vector")
-        alpha = config["alpha_pattern"].get(f"^{re.escape(path)}", config["lora_alpha"])
-        lora[f"{PART}.{path}"] = LoraModule(
-            down, up, alpha / len(down), None if magnitude is None else magnitude.float()
-        )
+        patterns = config.get("alpha_pattern") or {}
+        alpha = patterns.get(f"^{re.escape(path)}", patterns.get(path, config["lora_alpha"]))
+        scale = alpha / (len(down) ** 0.5 if config.get("use_rslora") else len(down))
+        lora[f"{PART}.{path}"] = LoraModule(down, up, scale, None if magnitude is None else magnitude.float())
     return lora
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        float(config["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SourceError(
+            t(pt=f"{CONFIG} falta ou está danificado ({error})", en=f"{CONFIG} is missing or damaged ({error})"),
+            where=str(folder),
+        ) from error
+    return dict(config)
 
 
 def verify_peft_folder(

@@ -10,10 +10,8 @@ coarse for a product.
 import errno
 import json
 import logging
-import os
 import struct
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +19,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from ..atomic import replacing
 from ..errors import DivergedError, MachineError, t
 from . import diffusers, fused, kohya
 from ._lora import Lora
@@ -124,14 +123,10 @@ def _with_header(header: Mapping[str, Any], metadata: Mapping[str, str], body: b
 
 def write_atomically(path: Path, data: bytes) -> None:
     """All of `data` or, after any failure, what was there before."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            temporary.write_bytes(data)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = t(pt="o disco está cheio", en="the disk is full") if full else str(error)
@@ -143,9 +138,6 @@ def write_atomically(path: Path, data: bytes) -> None:
             ),
             str(path),
         ) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
 
 
 def _needs_balance(matrix: Tensor) -> bool:

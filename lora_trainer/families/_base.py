@@ -174,6 +174,10 @@ class Family(ABC):
     def loss(self, model: nn.ModuleDict, batch: Batch) -> Tensor:
         """The SUM of the loss terms: float32, shape (). Noise comes from `batch["seeds"]` alone."""
 
+    def loss_facts(self, mean: float) -> dict[str, float]:
+        """What people of the field also call a mean loss, for the metrics: perplexity."""
+        return {}
+
     @abstractmethod
     def example_batch(self, batch_size: int, size: tuple[int, int]) -> Batch:
         """Zeros shaped as a worst-case batch, for the simulation; `size` as (width, height) in pixels, or (tokens, 1)."""

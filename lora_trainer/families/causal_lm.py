@@ -7,6 +7,7 @@ of shapes/ hold the configs of popular models, for planning.
 """
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -137,6 +138,9 @@ class CausalLM(Family):
         if texts.packed and not self.packs:
             raise _cannot_pack(self.config)
         return _lm_loss.sum_of_losses(self.head(model), self.hidden_states(model, batch, texts), targets)
+
+    def loss_facts(self, mean: float) -> dict[str, float]:
+        return {"perplexity": math.exp(min(mean, 700.0))}
 
     def hidden_states(self, model: nn.ModuleDict, batch: Batch, texts: Texts) -> Tensor:
         """(B, L, D), after the final norm."""

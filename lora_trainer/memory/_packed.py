@@ -28,6 +28,9 @@ from ..tracker import host_memory
 class Packing(ABC):
     """A way to keep a weight: `pack` and `unpack` run on meta, fake and real tensors alike."""
 
+    from_file: ClassVar[bool] = False
+    """Weights come packed; nothing is packed here."""
+
     @property
     @abstractmethod
     def title(self) -> str:
@@ -72,7 +75,7 @@ class _Packed(nn.Module):
         places = _places(packing, weight.shape, weight.dtype)
         self.packed_names = tuple(places)
         for name, place in places.items():
-            self.register_buffer(name, torch.empty_like(place), persistent=False)
+            self.register_buffer(name, torch.empty(place.shape, dtype=place.dtype, device="meta"), persistent=False)
         return self
 
     def packed(self) -> list[Tensor]:

@@ -76,6 +76,11 @@ class Master:
                 self.nbytes += _aligned(tensor.nbytes)
             self._pieces.append(_Piece(owner, name, starts[id(tensor)], tensor.dtype, tensor.shape))
         self.buffer = make_buffer(self.nbytes, next(tensor for _, _, tensor in frozen_tensors(block)))
+        if is_fake(self.buffer):  # no values to keep; a mixture has a hundred thousand of these tensors
+            nowhere = torch.empty(0, device="meta")
+            for piece in self._pieces:
+                piece.owner[piece.name] = nowhere
+            return
         for piece in self._pieces:
             piece.view(self.buffer).copy_(piece.owner[piece.name].detach())
         self.bind(self.buffer)

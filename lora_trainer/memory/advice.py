@@ -39,12 +39,13 @@ def remedies(
     saves: Mapping[names.Key, int] | None = None,
 ) -> list[Remedy]:
     """`phase`: where memory ended. `on`: options at `auto` that the plan has switched on. `saves`: bytes by option."""
-    found = []
+    found, known = [], saves or {}
     for rule in _RULES:
         for remedy in rule(config, phase):
             first = next(iter(remedy.settings))
-            if first not in on:
-                found.append(Remedy(remedy.settings, remedy.cost, (saves or {}).get(first)))
+            elsewhere = first in _OF_TEXTS and first not in known or first == _RESOLUTION and _LENGTH in known
+            if first not in on and not elsewhere:
+                found.append(Remedy(remedy.settings, remedy.cost, known.get(first)))
     return found
 
 
@@ -151,6 +152,7 @@ def _word(key: names.Key, value: object) -> str:
 
 _SWITCHES: tuple[names.Key, ...] = (
     ("training", "gradient_checkpointing"),
+    ("memory", "embedding_offload"),
     ("memory", "block_streaming"),
     ("memory", "activation_offload"),
     ("memory", "vae_tiling"),
@@ -160,6 +162,10 @@ _SWITCHES: tuple[names.Key, ...] = (
     ("training", "use_8bit_optimizer"),
     ("memory", "optimizer_in_backward"),
 )
+_RESOLUTION: names.Key = ("data", "resolution")
+_LENGTH: names.Key = ("data", "max_length")
+_OF_TEXTS = (_LENGTH, ("memory", "embedding_offload"))
+"""Nothing to families that learn from images: told only where the plan knows what they save."""
 _Rule = Callable[[Config, str], Iterator[Remedy]]
 
 
@@ -184,6 +190,11 @@ def _precision(config: Config, phase: str) -> Iterator[Remedy]:
 def _checkpointing(config: Config, phase: str) -> Iterator[Remedy]:
     if config.training.gradient_checkpointing != "yes" and phase not in CACHING + PREVIEW:
         yield Remedy({("training", "gradient_checkpointing"): "yes"}, "time")
+
+
+def _embeddings(config: Config, phase: str) -> Iterator[Remedy]:
+    if config.memory.embedding_offload != "yes":
+        yield Remedy({("memory", "embedding_offload"): "yes"}, "time")
 
 
 def _streaming(config: Config, phase: str) -> Iterator[Remedy]:
@@ -236,9 +247,15 @@ def _resolution(config: Config, phase: str) -> Iterator[Remedy]:
         yield Remedy({key: smaller}, "result")
 
 
+def _length(config: Config, phase: str) -> Iterator[Remedy]:
+    if config.data.max_length > 64 and phase not in PREVIEW:
+        yield Remedy({_LENGTH: max(64, config.data.max_length // 2)}, "result")
+
+
 _RULES: tuple[_Rule, ...] = (
     _batch,
     _checkpointing,
+    _embeddings,
     _streaming,
     _offload,
     _tiling,
@@ -249,4 +266,5 @@ _RULES: tuple[_Rule, ...] = (
     _optimizer,
     _rank,
     _resolution,
+    _length,
 )

@@ -68,6 +68,12 @@ class EmbeddingOffload(ConvertTechnique, WrapTechnique):
             layer.forward = stand_in
 
 
+def vocabulary_bytes(model: nn.Module, groups: Sequence[BlockGroup]) -> list[int]:
+    """What would leave the card, layer by layer."""
+    sizes = (sum(tensor.nbytes for _, _, tensor in _own(layer)) for layer in _vocabulary_layers(model, groups))
+    return [size for size in sizes if size]
+
+
 def _vocabulary_layers(model: nn.Module, groups: Sequence[BlockGroup]) -> Iterator[nn.Module]:
     """Embeddings, and linear layers with an output for each of their rows; peft's own layers are not among them."""
     inside = {id(layer) for group in groups for block in group.blocks for layer in block.modules()}

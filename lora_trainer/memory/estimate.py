@@ -8,18 +8,27 @@ plan rests on one.
 from collections.abc import Sequence
 from functools import cache
 
+from torch import nn
+
 from ..families._base import BlockGroup
 from ..tracker import PhasePeak
+from ._packed import packing_report
 from ._streaming import frozen_bytes
 from .block_streaming import BlockStreaming, choose
+from .embedding_offload import vocabulary_bytes
 
 
 class Blocks:
-    """Sizes of the base's blocks. The model is on meta, its adapters not yet in place."""
+    """Sizes of the base's blocks and vocabulary layers. The model is on meta, its adapters not yet in place."""
 
-    def __init__(self, groups: Sequence[BlockGroup]) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
         self._blocks = [block for group in groups for block in group.blocks]
         self.moved = cache(self._moved)
+        self.packed = packing_report(groups)[0] > 0
+        """Some layers keep their weight in few bits."""
+        sizes = vocabulary_bytes(model, groups)
+        self.vocabulary, self.head = sum(sizes), max(sizes, default=0)
+        """Bytes that embedding offload takes off the card, and those that come back for the loss."""
 
     def _moved(self, share: float) -> tuple[int, int]:
         """(bytes in host memory, bytes of the ring) when `share` of the blocks is streamed."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..config.names import Key
 from ..config.schema import Config
+from ..gguf.reader import is_gguf, open_gguf
 from ..progress import write_json
 from ..sources import Source
 from ..tracker import PhasePeak
@@ -62,6 +63,8 @@ class Foresight:
     cache_bytes: tuple[int, int] = (0, 0)
     """On disk, of one image and of one caption."""
     adapter_bytes: int = 0
+    texts: bool = False
+    """The family learns from texts: sizes are tokens."""
 
     @property
     def peak(self) -> int:
@@ -143,6 +146,10 @@ def _architecture(source: Source | None) -> object:
     """Shapes, not weights: a file's header, or the config files of a folder."""
     if source is None:
         return None
+    if source.kind == "file" and is_gguf(source.path):
+        file = open_gguf(source.path, source.what)
+        plain = {name: value for name, value in file.metadata.items() if not name.startswith("tokenizer.")}
+        return [str(plain), [[name, info.kind, list(info.shape)] for name, info in file.tensors.items()]]
     if source.kind == "file":
         return [[name, info.dtype, list(info.shape)] for name, info in source.tensors.items()]
     configs = sorted(source.path.rglob("*config.json"))

@@ -14,8 +14,10 @@ from ..config.names import Key
 from ..config.schema import Config
 from ..progress import write_json
 from .foresee import Foresight, keys, named
-from .plan import OPTIMIZER_8BIT, QUANTIZATION, SOLVED
+from .plan import EMBEDDINGS, OPTIMIZER_8BIT, QUANTIZATION, SOLVED
 from .recover import CHECKPOINTING, Rung
+
+FORESEEN = ("fits", "peak_gib", "phases", "saves")
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,18 @@ class Kept:
     peak: int | None
     """Bytes of live tensors that were foreseen; None where nothing was."""
     encoding: dict[str, Any]
+    foreseen: dict[str, Any]
+    """Phases, peak and savings, as they stand in the file."""
 
 
 def plain_values(config: Config) -> dict[Key, Any]:
-    """The solved options as they hold where no plan has spoken: recomputation, and nothing else unless asked for."""
+    """The solved options as they hold where no plan has spoken: recomputation, and nothing else unless asked for.
+
+    Whether the base has embeddings to put away is not known here, so that option is left out, unless the user set it.
+    """
     values = {key: getattr(getattr(config, key[0]), key[1]) for key in SOLVED}
+    if values[EMBEDDINGS] == "auto":
+        del values[EMBEDDINGS]
     values = {key: "no" if value == "auto" else value for key, value in values.items()}
     return {**values, CHECKPOINTING: "no" if config.training.gradient_checkpointing == "no" else "yes"}
 
@@ -44,6 +53,7 @@ def write_plan(path: Path, rung: Rung, found: Foresight | None, facts: Mapping[s
             "fits": found.fits,
             "peak_gib": _gib(found.peak),
             "phases": {name: {cause: _gib(n) for cause, n in causes.items()} for name, causes in phases.items()},
+            "saves": {name: _gib(saved) for name, saved in named(found.saves).items()},
         }
     write_json(path, {"plan": named(rung.values), "micro_batch": rung.micro_batch, **foreseen, **facts})
 
@@ -58,6 +68,7 @@ def read_plan(path: Path) -> Kept | None:
             Rung(values, int(content["micro_batch"])),
             None if peak is None else int(float(peak) * GIB),
             dict(content.get("encoding") or {}),
+            {name: content[name] for name in FORESEEN if name in content},
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

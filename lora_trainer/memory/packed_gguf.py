@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ NF4_BYTES = 0.52
 class GgufBlocks(Packing):
     """One kind of ggml's blocks."""
 
+    from_file: ClassVar[bool] = True
     kind: str
 
     @property

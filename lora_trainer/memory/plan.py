@@ -2,12 +2,14 @@
 
 A plan that is returned was simulated, never estimated. Estimates (estimate.py) only choose what to simulate next, so two
 or three simulations do: the resident base with recomputation first, which tells how much must go; then either nothing at
-all, or as little streaming as will do, then activations in host memory too, then what changes numbers within bounds:
-8-bit moments, a quantised base. Streaming comes before offloading because a byte costs the same and its copies are known
-ahead. Resolution, rank and the batch are never touched.
+all, or a large vocabulary's layers in host memory, whose bytes cross once where a streamed block's cross twice, then as
+little streaming as will do, then activations in host memory too, then what changes numbers within bounds: 8-bit moments,
+a quantised base. Streaming comes before offloading because a byte costs the same and its copies are known ahead.
+Resolution, length, rank and the batch are never touched.
 
-A preset that was chosen by free memory leaves its memory options to the planner. One that the user named comes first as
-it is, and is only tightened, never loosened, where it does not fit.
+A preset that was chosen by free memory leaves its memory options to the planner, but for the quantised base it may ask for:
+that is part of what is trained. One that the user named comes first as it is, and is only tightened, never loosened, where
+it does not fit.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +34,9 @@ OPTIMIZER_8BIT: Key = ("training", "use_8bit_optimizer")
 STREAMING: Key = ("memory", "block_streaming")
 OFFLOAD: Key = ("memory", "activation_offload")
 QUANTIZATION: Key = ("memory", "base_quantization")
-SOLVED = (CHECKPOINTING, OPTIMIZER_8BIT, STREAMING, OFFLOAD, QUANTIZATION)
+EMBEDDINGS: Key = ("memory", "embedding_offload")
+"""Solved, and in a plan's values, only where the base has vocabulary layers outside its blocks."""
+SOLVED = (CHECKPOINTING, OPTIMIZER_8BIT, EMBEDDINGS, STREAMING, OFFLOAD, QUANTIZATION)
 NOTHING: dict[Key, Any] = {
     CHECKPOINTING: "no", OPTIMIZER_8BIT: "no", STREAMING: "no", OFFLOAD: "no", QUANTIZATION: "no",
 }  # fmt: skip
@@ -93,6 +97,7 @@ class Planner:
     recall: Callable[[Mapping[Key, Any], Callable[[], Prediction]], Prediction] = lambda _, simulate: simulate()
     """Where simulations are kept, if anywhere (memo.py)."""
     tried: list[Candidate] = field(default_factory=list)
+    _stored: dict[str, Blocks] = field(default_factory=dict)
 
     def solve(self) -> Candidate:
         """The fastest candidate that fits; if none does, the one that needs least."""
@@ -120,35 +125,53 @@ class Planner:
         """What streaming can take off the card: of the base as the options fixed by the user store it."""
         return self.blocks_stored(self._fixed(NOTHING)[QUANTIZATION])
 
+    @property
+    def nothing(self) -> dict[Key, Any]:
+        """No option that saves memory is on; those that would change nothing for this base are not there."""
+        return {**NOTHING, EMBEDDINGS: "no"} if self.blocks_stored("no").vocabulary else NOTHING
+
     def _candidates(self) -> Iterator[Candidate]:
         """The first that fits is the answer. Lazily: what is simulated next depends on what was simulated before."""
         if self.preset_first or self.available is None:
-            yield self.simulate(self._fixed(NOTHING))
-        lean = self.simulate(self._fixed({**NOTHING, CHECKPOINTING: "yes"}))
+            yield self.simulate(self._fixed(self.nothing))
+        lean = self.simulate(self._fixed({**self.nothing, CHECKPOINTING: "yes"}))
         if lean.fits(self.available):  # nothing needs less time than recomputing nothing, and it needs more memory
-            yield self.simulate(self._fixed(NOTHING))
+            fast = self.simulate(self._fixed(self.nothing))
+            yield fast
+            yield from self._without_vocabulary(fast)
         yield lean
+        yield from self._without_vocabulary(lean)
         if lean.values[CHECKPOINTING] == "yes":
             yield from self._streamed(lean)
             yield from self._offloaded(lean)
         yield from self._lossy()
 
+    def _without_vocabulary(self, known: Candidate) -> Iterator[Candidate]:
+        """The same with embeddings and head in host memory, if that alone should do."""
+        away = self._away(known.values)
+        if self.available is not None and self._peak(known, known.share, away) <= self.available:
+            yield self.simulate(away)
+
+    def _away(self, values: dict[Key, Any]) -> dict[Key, Any]:
+        return self._fixed({**values, EMBEDDINGS: "yes"}) if EMBEDDINGS in values else values
+
     def _streamed(self, start: Candidate) -> Iterator[Candidate]:
         """As small a share as will do, by exact arithmetic on what the simulation of another share said."""
         if not self.free(STREAMING):
             return
+        values = self._away(start.values)
         for _ in range(ATTEMPTS):
-            share = self._least_share(start)
+            share = self._least_share(start, values)
             if share is None:
                 return
-            start = self.simulate({**start.values, STREAMING: share})
+            start = self.simulate({**values, STREAMING: share})
             yield start
 
     def _offloaded(self, lean: Candidate) -> Iterator[Candidate]:
         """Activations in host memory, and of the blocks as many as that still asks for."""
         if not self.free(OFFLOAD):
             return
-        full = self.simulate(self._fixed({**lean.values, STREAMING: 1.0, OFFLOAD: "yes"}))
+        full = self.simulate(self._fixed({**self._away(lean.values), STREAMING: 1.0, OFFLOAD: "yes"}))
         if full.fits(self.available):
             yield from self._loosened(full)
         yield full
@@ -157,7 +180,8 @@ class Planner:
         """On top of everything else; what cannot help enough even at best is left out."""
         tightest = min(self.tried, key=lambda candidate: candidate.peak)
         for lossy in LOSSY:
-            values = self._fixed({**NOTHING, CHECKPOINTING: "yes", STREAMING: 1.0, OFFLOAD: "yes", **lossy})
+            everything = {**self.nothing, CHECKPOINTING: "yes", STREAMING: 1.0, OFFLOAD: "yes"}
+            values = self._fixed({**self._away(everything), **lossy})
             if not self._has_8bit():
                 values[OPTIMIZER_8BIT] = self._fixed(NOTHING)[OPTIMIZER_8BIT]
             if values[CHECKPOINTING] != "yes":
@@ -173,21 +197,23 @@ class Planner:
         """The same with fewer streamed blocks, if there is room."""
         if not self.free(STREAMING) or not candidate.share:
             return
-        share = self._least_share(candidate, floor=0.0)
+        share = self._least_share(candidate, candidate.values, floor=0.0)
         if share is not None and share < candidate.share:
             yield self.simulate({**candidate.values, STREAMING: share or "no"})
 
-    def _least_share(self, known: Candidate, floor: float | None = None) -> float | None:
-        """The smallest share above `floor` (that of `known`, if not given) at which the peak should fit."""
-        assert self.available is not None
-        blocks = self.blocks
-        if known.values[QUANTIZATION] != self._fixed(NOTHING)[QUANTIZATION]:
-            blocks = self.blocks_stored(known.values[QUANTIZATION])
+    def _least_share(self, known: Candidate, values: dict[Key, Any], floor: float | None = None) -> float | None:
+        """The smallest share above `floor` (that of `known`, if not given) at which `values` should fit."""
         least = known.share + STREAMING_STEP if floor is None else floor
         least = max(least, self._preset_share())
         shares = [round(step * STREAMING_STEP, 2) for step in range(round(1 / STREAMING_STEP) + 1)]
-        fitting = (s for s in shares if s >= least - 1e-9 and peak_at(known.peak, known.share, s, blocks) <= self.available)
-        return next(fitting, None)
+        assert self.available is not None
+        return next((s for s in shares if s >= least - 1e-9 and self._peak(known, s, values) <= self.available), None)
+
+    def _peak(self, known: Candidate, share: float, values: dict[Key, Any]) -> int:
+        """Estimated from a simulation of another share, embeddings here or there."""
+        blocks = self.blocks_stored(known.values[QUANTIZATION])
+        gone = blocks.vocabulary if values.get(EMBEDDINGS) == "yes" and known.values[EMBEDDINGS] == "no" else 0
+        return peak_at(known.peak, known.share, share, blocks) - gone
 
     def _preset_share(self) -> float:
         value = _value(self.config, STREAMING)
@@ -197,9 +223,11 @@ class Planner:
         """`values`, but what the config says already stands; of a preset that comes first, what is tighter."""
         fixed = {}
         for key, value in values.items():
-            own = _value(self.config, key)
-            keeps = not self.free(key) or (self.preset_first and own != "auto" and _tighter(own, value))
-            fixed[key] = own if keeps else value
+            own, free = _value(self.config, key), self.free(key)
+            a_preset_s = self.preset_first or key == QUANTIZATION
+            fixed[key] = own if not free or (a_preset_s and own != "auto" and _tighter(own, value)) else value
+            if key == QUANTIZATION and free and fixed[key] != "no" and self.blocks_stored("no").packed:
+                fixed[key] = "no"  # packed in its file already
         return fixed
 
     def free(self, key: Key) -> bool:
@@ -213,15 +241,17 @@ class Planner:
 
     def blocks_stored(self, quantization: str) -> Blocks:
         """The base's blocks as `quantization` stores them."""
-        config = with_values(self.config, {STREAMING: "no", QUANTIZATION: quantization})
-        plan = make_plan(config, self.precision, simulation_device(), folder=Path())
-        model = self.family.load_model(
-            torch.device("meta"),
-            self.precision.frozen,
-            with_text=trains_text(self.config),
-            prepare=lambda m: plan.convert(m, self.family.blocks(m)),
-        )
-        return Blocks(self.family.blocks(model))
+        if quantization not in self._stored:
+            config = with_values(self.config, {STREAMING: "no", EMBEDDINGS: "no", QUANTIZATION: quantization})
+            plan = make_plan(config, self.precision, simulation_device(), folder=Path())
+            model = self.family.load_model(
+                torch.device("meta"),
+                self.precision.frozen,
+                with_text=trains_text(self.config),
+                prepare=lambda m: plan.convert(m, self.family.blocks(m)),
+            )
+            self._stored[quantization] = Blocks(model, self.family.blocks(model))
+        return self._stored[quantization]
 
 
 def with_values(config: Config, values: dict[Key, Any]) -> Config:

@@ -4,7 +4,6 @@
 it fits is the planner's to solve, for the card the preset is made for.
 """
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..atomic import replacing
 from ..card import Card
 from ..config import names, presets
 from ..config.loading import Loaded, load
@@ -93,9 +93,8 @@ def write_peaks(predict: Predict, folder: Path = presets.FOLDER) -> None:
         for line in path.read_text(encoding="utf-8").splitlines():
             family = match[1] if (match := _FAMILY_LINE.match(line)) else family
             lines.append(_with_peak(line, path, name, family, predict) if MARK in line else line)
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _with_peak(line: str, path: Path, name: str, family: str, predict: Predict) -> str:

@@ -1,7 +1,7 @@
 """After an out-of-memory in mid-run: was it one, and what is the next, tighter rung?
 
-Only rungs that change no number: smaller micro-batches of the same window, recomputation, activations in host memory, more
-streamed blocks. What the user fixed stays. The run drops the half-done window, takes a rung and does the window again, so
+Only rungs that change no number: smaller micro-batches of the same window, recomputation, embeddings and activations in host
+memory, more streamed blocks. What the user fixed stays. The run drops the half-done window, takes a rung and does the window again, so
 the effective batch, the order of the data and the noise are those of a run that had the last plan from its start.
 """
 
@@ -21,6 +21,7 @@ from ..config.names import Key
 from ..loop import TornUpdate
 
 CHECKPOINTING: Key = ("training", "gradient_checkpointing")
+EMBEDDINGS: Key = ("memory", "embedding_offload")
 OFFLOAD: Key = ("memory", "activation_offload")
 STREAMING: Key = ("memory", "block_streaming")
 MICRO_BATCH: Key = ("training", "micro_batch")
@@ -97,7 +98,8 @@ class Rung:
 def next_rung(rung: Rung, fixed: frozenset[Key] = frozenset(), phase: str = "train") -> Rung | None:
     """The next tighter one; None below the last. `fixed`: options that are not ours to change.
 
-    Loading wants fewer weights on the card; what keeps fewer activations helps where there is a backward pass only.
+    Loading wants fewer weights on the card; what keeps fewer activations helps where there is a backward pass only. Plans of
+    bases without a vocabulary of their own do not hold the option of its layers.
     """
     values, size, learns = rung.values, rung.micro_batch, phase in ("train", "optimizer")
     if size > 1 and MICRO_BATCH not in fixed and (learns or phase == "validation"):
@@ -105,6 +107,8 @@ def next_rung(rung: Rung, fixed: frozenset[Key] = frozenset(), phase: str = "tra
     recomputed = values.get(CHECKPOINTING) != "no"
     if learns and not recomputed and CHECKPOINTING not in fixed:
         return Rung({**values, CHECKPOINTING: "yes"}, size)
+    if EMBEDDINGS not in fixed and values.get(EMBEDDINGS) == "no":
+        return Rung({**values, EMBEDDINGS: "yes"}, size)
     if not recomputed and CHECKPOINTING in fixed:
         return None  # all that is below needs it
     if learns and OFFLOAD not in fixed and values.get(OFFLOAD) != "yes":

@@ -16,6 +16,7 @@ from .estimate import offload_saves, peak_at
 from .foresee import Tried
 from .plan import (
     CHECKPOINTING,
+    EMBEDDINGS,
     OFFLOAD,
     OPTIMIZER_8BIT,
     QUANTIZATION,
@@ -48,10 +49,10 @@ class Rungs:
     def without(self) -> dict[Key, int]:
         """The peak without each technique that is on, where it is known."""
         found = {}
-        for key, off in ((CHECKPOINTING, "no"), (STREAMING, "no"), (OFFLOAD, "no")):
-            if self.best.values[key] == off:
+        for key in (CHECKPOINTING, EMBEDDINGS, STREAMING, OFFLOAD):
+            if self.best.values.get(key, "no") == "no":
                 continue
-            values = {**self.best.values, key: off}
+            values = {**self.best.values, key: "no"}
             if key == CHECKPOINTING:
                 values |= {STREAMING: "no", OFFLOAD: "no"}  # which need it
             if (tried := self._tried(values, self.planner.shape.batch_size)) is not None:
@@ -64,7 +65,8 @@ class Rungs:
         values, batch_size = self.best.values, self.planner.shape.batch_size
         found = self._by_cause(phase)
         if values[CHECKPOINTING] == "yes":
-            found[STREAMING] = self.best.peak - peak_at(self.best.peak, self.best.share, 1.0, self.planner.blocks)
+            blocks = self.planner.blocks_stored(values[QUANTIZATION])
+            found[STREAMING] = self.best.peak - peak_at(self.best.peak, self.best.share, 1.0, blocks)
             if values[OFFLOAD] != "yes":
                 found[OFFLOAD] = offload_saves(self.best.prediction.phases)
         elif simulate:
@@ -81,10 +83,16 @@ class Rungs:
         causes, values = phase.causes, self.best.values
         trained = causes["adapter"] + causes["gradients"] + causes["optimizer"]
         found: dict[Key, int] = {("model", "lora_rank"): trained // 2}
-        found["data", "resolution"] = (causes["activations"] + causes["temporary"]) * 7 // 16  # 1 - (3/4)²
+        of_size = causes["activations"] + causes["temporary"]
+        if isinstance(self.planner.family, ImageFamily):
+            found["data", "resolution"] = of_size * 7 // 16  # 1 - (3/4)²
+        else:
+            found["data", "max_length"] = of_size // 2
+        if values.get(EMBEDDINGS) == "no":
+            found[EMBEDDINGS] = self.planner.blocks.vocabulary
         if values[OPTIMIZER_8BIT] != "yes":
             found[OPTIMIZER_8BIT] = int(causes["optimizer"] * SAVED_8BIT)
-        if values[QUANTIZATION] == "no":
+        if values[QUANTIZATION] == "no" and not self.planner.blocks.packed:
             packed = self.planner.blocks_stored("nf4")
             smaller = self.planner.blocks.moved(1.0)[0] - packed.moved(1.0)[0]
             found[QUANTIZATION] = int(smaller * (1 - self.best.share))
@@ -101,11 +109,12 @@ class Rungs:
 
     def _tried(self, values: dict[Key, Any], micro_batch: int) -> Tried | None:
         """A rung's numbers: simulated ones if there are any, else those of the nearest simulation moved."""
-        shape, blocks = self.planner.shape, self.planner.blocks
+        shape = self.planner.shape
         for one in self.planner.tried:
             if one.values == values and micro_batch == shape.batch_size:
                 return Tried(values, one.peak, one.prediction.flops, one.prediction.transferred, micro_batch)
         near = self._nearest(values)
+        blocks = self.planner.blocks_stored(near.values[QUANTIZATION])
         if near.values[CHECKPOINTING] != values[CHECKPOINTING]:
             return None
         share = values[STREAMING] if isinstance(values[STREAMING], float) else 0.0
@@ -113,6 +122,9 @@ class Rungs:
         copied = near.prediction.transferred - PASSES * blocks.moved(near.share)[0] * windows
         copied += PASSES * blocks.moved(share)[0] * windows * splits
         peak = peak_at(near.peak, near.share, share, blocks)
+        if values.get(EMBEDDINGS) != near.values.get(EMBEDDINGS):
+            sign = 1 if values[EMBEDDINGS] == "yes" else -1
+            peak, copied = peak - sign * blocks.vocabulary, copied + sign * PASSES * blocks.head * windows * splits
         if values[OFFLOAD] != near.values[OFFLOAD]:
             sign = 1 if values[OFFLOAD] == "yes" else -1
             saved = max(offload_saves(one.prediction.phases) for one in self.planner.tried)
@@ -122,10 +134,10 @@ class Rungs:
 
     def _nearest(self, values: dict[Key, Any]) -> Candidate:
         """Equal in as much as estimates cannot bridge."""
-        weights = {CHECKPOINTING: 8, QUANTIZATION: 4, OPTIMIZER_8BIT: 2, OFFLOAD: 1}
+        weights = {CHECKPOINTING: 16, QUANTIZATION: 8, OPTIMIZER_8BIT: 4, OFFLOAD: 2, EMBEDDINGS: 1}
         return max(
             self.planner.tried,
-            key=lambda one: sum(weight for key, weight in weights.items() if one.values[key] == values[key]),
+            key=lambda one: sum(w for key, w in weights.items() if one.values.get(key) == values.get(key)),
         )
 
 

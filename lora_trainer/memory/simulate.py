@@ -160,15 +160,21 @@ def _fake_run(
 
 
 def make_fake(model: nn.Module, device: torch.device, tracker: MemoryTracker, *, checked: bool = False) -> None:
-    """Give every meta tensor a fake one: packed layers through `pack_weight`, layers with a `home` in host memory.
+    """Give every meta tensor a fake one: packed layers what they pack, layers with a `home` in host memory.
 
     In the order of the base's file, where one is known; adapters come last, after a `checked` base was looked through.
+    Of packed layers that need the same, only the last is packed by `pack_weight`: most lies beside it. The others, and what
+    comes packed from a file, get tensors of the packed shapes.
     """
     layer: Any
-    for layer in sorted(model.modules(), key=lambda layer: getattr(layer, "read_at", (math.inf, 0))):
+    layers = sorted(model.modules(), key=lambda layer: getattr(layer, "read_at", (math.inf, 0)))
+    packed = (layer for layer in layers if hasattr(layer, "pack_weight") and not layer.packing.from_file)
+    last = {(layer.packing, layer.weight_shape, layer.weight_dtype): layer for layer in packed}
+    to_pack = set(last.values())
+    for layer in layers:
         home = getattr(layer, "home", device)
-        if (pack := getattr(layer, "pack_weight", None)) is not None:
-            pack(torch.empty(layer.weight_shape, dtype=layer.weight_dtype, device=device), home)
+        if layer in to_pack:
+            layer.pack_weight(torch.empty(layer.weight_shape, dtype=layer.weight_dtype, device=device), home)
         _fake_tensors(layer, home, trained=False)
     if checked:
         _unpack_one_by_one(model)

@@ -66,6 +66,7 @@ def answer(question: Question, folder: Path | None = None) -> Foresight:
         saves=rungs.saves(simulate=not fits),
         encoding=json.loads(json.dumps(asdict(encoding))),  # as it comes back from the cache
         cache_bytes=_cache_bytes(family, size),
+        texts=not isinstance(family, ImageFamily),
         adapter_bytes=sum(best.prediction.phases["optimizer"].causes[cause] for cause in ADAPTER_KEPT),
     )
 
@@ -97,7 +98,9 @@ def _tried(candidate: Candidate, micro_batch: int) -> Tried:
 
 
 def _cache_bytes(family: Family, size: tuple[int, int]) -> tuple[int, int]:
-    """(of an image, of a caption): what a batch holds beside its seeds and weights."""
+    """(of an image, of a caption): what a batch holds beside its seeds and weights. Texts are not kept on disk."""
+    if not isinstance(family, ImageFamily):
+        return 0, 0
     example = family.example_batch(1, size)
     sizes = {name: tensor.nbytes for name, tensor in example.items() if name not in ("seeds", "weight")}
     of_image = sum(size for name, size in sizes.items() if name in ("latents", "time_ids", "mask"))

@@ -2,7 +2,7 @@
 
 A card's peak is worked out from its multiprocessors and clock (FLOPs per clock and multiprocessor by architecture, from
 NVIDIA's architecture whitepapers, 16-bit inputs with float32 sums as on GeForce cards); LoRA training sustains under half of it.
-Copies from host memory overlap with computing, so the slower of the two counts. Figures for cards that are only imitated
+A card copies from host memory while it computes, so the slower of the two counts; a CPU does one after the other. Figures for cards that are only imitated
 are those of a common card of that size. Left out: memory-bound operations, which all plans of a model share.
 """
 
@@ -31,9 +31,12 @@ class Speed:
     flops: float
     link_bytes: float
     source: str
+    overlaps: bool = True
+    """Copies run beside computing."""
 
     def seconds(self, flops: int, transferred: int) -> float:
-        return max(flops / self.flops, transferred / self.link_bytes)
+        computing, copying = flops / self.flops, transferred / self.link_bytes
+        return max(computing, copying) if self.overlaps else computing + copying
 
 
 def speed_of(card: Card | None, vram_gib: float | None = None) -> Speed:
@@ -49,7 +52,7 @@ def speed_of(card: Card | None, vram_gib: float | None = None) -> Speed:
     if vram_gib is not None:
         nearest = min(TYPICAL, key=lambda size: abs(size - vram_gib))
         return Speed(TYPICAL[nearest] * SUSTAINED, LINK_BYTES, f"{nearest} GB")
-    return Speed(_cpu_flops(), 5e9, "CPU")
+    return Speed(_cpu_flops(), 5e9, "CPU", overlaps=False)
 
 
 def _cpu_flops() -> float:

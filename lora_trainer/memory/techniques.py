@@ -11,6 +11,7 @@ from ._base import MemoryPlan, Technique
 from .activation_offload import ActivationOffload
 from .block_streaming import BlockStreaming
 from .cast_fp8 import CastFp8
+from .embedding_offload import EmbeddingOffload
 from .gradient_checkpointing import GradientCheckpointing
 from .mixed_precision import MixedPrecision
 from .optimizer_8bit import Optimizer8bit
@@ -31,6 +32,8 @@ def make_plan(config: Config, precision: Precision, device: torch.device, folder
     training, memory = config.training, config.memory
     techniques: list[Technique] = []
     techniques += [technique() for technique in QUANTIZERS.get(memory.base_quantization, ())]
+    if memory.embedding_offload == "yes":
+        techniques.append(EmbeddingOffload())
     if isinstance(memory.block_streaming, float):
         mapped = memory.mapped_master == "yes"
         techniques.append(BlockStreaming(fraction=memory.block_streaming, mapped=mapped, folder=str(folder)))

@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_batch(family: GgufLM, step: int) -> Batch:
     """Two random texts to be learnt by heart, over and over."""
-    batch = family.example_batch(2, 12)
+    batch = family.example_batch(2, (12, 1))
     ids = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(step % 4))
     return {**batch, "input_ids": ids, "labels": ids.clone(), "segment_ids": torch.ones_like(ids)}
 

@@ -11,7 +11,7 @@ from tiny_language_models import batch_of, texts
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lora_trainer.config.schema import Config, ModelConfig, OutputConfig
+from lora_trainer.config.schema import Config, ModelConfig
 from lora_trainer.export.merge import merge
 from lora_trainer.families._lm_base import GgufBase
 from lora_trainer.families.causal_lm import PART, CausalLM
@@ -82,8 +82,8 @@ def test_merging_unpacks_and_says_so(tmp_path: Path) -> None:
 
 def test_the_simulation_packs_too(tmp_path: Path) -> None:
     family = open_gguf_family(write_model(tmp_path / "base.gguf", tiny_model("llama"), "llama", "Q8_0"))
-    config = Config(model=ModelConfig(lora_targets="all"), output=OutputConfig(formats=["diffusers"]))
-    plan, shape = MemoryPlan((GradientCheckpointing(),)), Shape(1, 32, previews=False)  # type: ignore[arg-type]
+    config = Config(model=ModelConfig(lora_targets="all"))
+    plan, shape = MemoryPlan((GradientCheckpointing(),)), Shape(1, (32, 1), previews=False)
     phases = simulate_training(family, config, torch.float32, plan, shape).phases  # type: ignore[arg-type]
     real = Run(family)
     frozen = [p for p in (*real.model[PART].parameters(), *real.model[PART].buffers()) if not p.requires_grad]

@@ -6,6 +6,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from helpers.gguf_files import write_model
 from helpers.language import make
 from recipe import events, kill_after_step, run, start
 from safetensors.torch import load_file
@@ -69,3 +70,23 @@ def test_trains_under_memory_techniques(tmp_path: Path, options: dict[str, objec
 def test_image_formats_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(make(tmp_path, saida={"formatos": ["kohya"]})) == 2
     assert "kohya não é um formato de" in capsys.readouterr().err
+
+
+def test_goes_on_from_a_peft_folder(tmp_path: Path) -> None:
+    path = make(tmp_path, treino={"epocas": 1})
+    assert run(path) == 0
+    first = adapter(tmp_path)
+    again = ["modelo.lora_inicial=" + str(tmp_path / "saida" / "lora" / "lora-peft"), "saida.nome=segundo"]
+    assert run(path, *again, "treino.taxa_aprendizado=1e-12") == 0
+    second = load_file(tmp_path / "saida" / "segundo" / "segundo-peft" / "adapter_model.safetensors")
+    assert max((first[key] - second[key]).abs().max() for key in first) < 1e-6
+    assert run(path, *again[:1], "saida.nome=terceiro", "modelo.classificacao_lora=2") == 2
+
+
+def test_a_gguf_base_stays_packed(tmp_path: Path) -> None:
+    path = make(tmp_path, treino={"epocas": 1})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    write_model(tmp_path / "base.gguf", model, "llama", "Q8_0")
+    assert run(path, f"modelo.modelo_base={tmp_path / 'base.gguf'}", f"modelo.tokenizador={tmp_path / 'base'}") == 0
+    rows = (tmp_path / "saida" / "lora" / "registro.log").read_text(encoding="utf-8")
+    assert "q8_0" in rows

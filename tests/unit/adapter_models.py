@@ -20,6 +20,9 @@ class TinyFamily:
     lora_targets = LORA_TARGETS
     text_targets = TEXT_TARGETS
 
+    def chosen_formats(self, asked: list[str]) -> tuple[str, ...]:
+        return tuple("kohya" if name == "auto" else name for name in asked)
+
     def export_prefixes(self) -> dict[str, str]:
         return self.prefixes
 

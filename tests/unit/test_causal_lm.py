@@ -13,7 +13,7 @@ from tiny_language_models import KINDS, batch_of, open_tiny, save_tiny, texts
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lora_trainer.config.schema import Config, ModelConfig, OutputConfig
+from lora_trainer.config.schema import Config, ModelConfig
 from lora_trainer.errors import SourceError
 from lora_trainer.families.causal_lm import PART, SHAPES, CausalLM, shapes
 from lora_trainer.memory._base import MemoryPlan
@@ -204,8 +204,8 @@ def test_simulated_peak_is_the_tracked_one(tmp_path: Path, kind: str, streams: b
     techniques = (Quantize4bit(), GradientCheckpointing())
     plan = MemoryPlan((*techniques, EmbeddingOffload(), BlockStreaming()) if streams else techniques)
     settings = ModelConfig(lora_rank=4, lora_targets="all")
-    config = Config(model=settings, output=OutputConfig(formats=["diffusers"]))
-    shape = Shape(2, length, previews=False)  # type: ignore[arg-type]
+    config = Config(model=settings)
+    shape = Shape(2, (length, 1), previews=False)
     predicted = simulate_training(family, config, torch.float32, plan, shape).phases  # type: ignore[arg-type]
     real = _tracked_step(family, config, plan, batch_of(*([text] for text in texts(length, length, vocabulary=500))))
     peak = max(predicted[phase].total for phase in ("forward", "backward", "optimizer"))
@@ -222,7 +222,7 @@ def _tracked_step(family: CausalLM, config: Config, plan: MemoryPlan, batch: dic
 
     tracker = MemoryTracker()
     model = family.load_model(CPU, torch.float32, prepare=lambda m: plan.convert(m, family.blocks(m)))
-    adapter = inject(model, family, config.model, 0, formats=("diffusers",))  # type: ignore[arg-type]
+    adapter = inject(model, family, config.model, 0, formats=("peft",))
     plan.wrap(model, family.blocks(model))
     named = adapter.named_parameters()
     optimizer = plan.build_optimizer(optimizers.param_groups(named, config.training), config.training)

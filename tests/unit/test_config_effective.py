@@ -129,7 +129,7 @@ def test_d07_the_dump_of_defaults_loads_too(tmp_path: Path) -> None:
     text = target.read_text(encoding="utf-8")
     assert "  resolucao: [512, 512]  # pouco.yaml:2 (arredondado de 500x500)\n" in text
     assert "  epocas: 10  # padrão\n" in text
-    assert '  alvos_lora: "attention"  # padrão\n' in text
+    assert '  alvos_lora: "auto"  # padrão\n' in text
     assert '  precisao_mista: "auto"  # padrão\n' in text
     assert load(target).config == loaded.config
 

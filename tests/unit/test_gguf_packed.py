@@ -130,7 +130,7 @@ def test_a_fake_base_takes_the_same_bytes_and_runs(q4_k, dtype):
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as tracker:
         make_fake(model, CPU, tracker)
         assert held(model) == held(real)
-        batch = {name: torch.empty_like(value) for name, value in family.example_batch(1, 24).items()}
+        batch = {name: torch.empty_like(value) for name, value in family.example_batch(1, (24, 1)).items()}
         loss = family.loss(model, batch)
     assert loss.shape == ()
 

@@ -29,7 +29,7 @@ QUESTIONS = (
 )
 """(language, question)"""
 PROMPTS = tuple(question for _, question in QUESTIONS)
-MAX_TOKENS = 64
+MAX_TOKENS = 48
 
 _SENTENCE_END = re.compile(r"[.!?…]+[\"'”’)]*(?=\s|$)")
 
