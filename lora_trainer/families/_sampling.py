@@ -13,7 +13,8 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ._base import Example, Sampling
+from ._base import Batch, Example, Sampling
+from ._prompts import collate
 from ._rectified_flow import Shift
 
 if TYPE_CHECKING:
@@ -59,9 +60,7 @@ def sample_latents(
     for start in range(0, len(positive), sampling.chunk):
         chosen = positive[start : start + sampling.chunk]
         x_t = noise[start : start + sampling.chunk].to(device)
-        parts.append(
-            _denoise(family, model, x_t, _stack(chosen, device), _stack([negative] * len(chosen), device), sampling)
-        )
+        parts.append(_denoise(family, model, x_t, *_together(chosen, negative, device), sampling))
     return torch.cat(parts)
 
 
@@ -102,5 +101,8 @@ def _noise(shape: torch.Size, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _stack(examples: Sequence[Example], device: torch.device) -> Example:
-    return {name: torch.stack([example[name] for example in examples]).to(device) for name in examples[0]}
+def _together(positive: Sequence[Example], negative: Example, device: torch.device) -> tuple[Batch, Batch]:
+    """Both sides, as long as the longest prompt of either."""
+    half = len(positive)
+    batch = {name: value.to(device) for name, value in collate([*positive, *[negative] * half]).items()}
+    return {name: value[:half] for name, value in batch.items()}, {name: value[half:] for name, value in batch.items()}

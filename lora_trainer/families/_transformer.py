@@ -17,7 +17,7 @@ from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import ConfigError, SourceError, t
 from ..sources import Source
-from . import _text, _vae, _weights
+from . import _prompts, _text, _vae, _weights
 from ._base import Batch, BlockGroup, Example, Framing, Prepare
 from ._components import Networks
 from ._diffusion import DiffusionFamily
@@ -108,6 +108,10 @@ class TransformerFamily(DiffusionFamily):
     def encode_image(self, vae: nn.Module, pixels: Tensor, framings: Sequence[Framing]) -> list[Example]:
         encoded = _vae.encode(vae, pixels, self.scaling_factor, self.shift_factor)
         return [{"latents": latents.clone()} for latents in encoded]
+
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        """Of prompts that differ in length."""
+        return _prompts.collate(examples)
 
     # -- training
 
