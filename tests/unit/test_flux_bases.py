@@ -5,13 +5,22 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.flux_bases import converted, original_state, random_modules, tiny_configs, write_files, write_folder
+from helpers.flux_bases import (
+    converted,
+    original_state,
+    random_modules,
+    tiny_configs,
+    write_files,
+    write_folder,
+    write_gguf,
+)
 from safetensors.torch import load_file, save_file
 
 from lora_trainer.config.schema import DataConfig, ModelConfig
 from lora_trainer.errors import ConfigError, SourceError
 from lora_trainer.families import resolve
 from lora_trainer.families._components import BUILDERS
+from lora_trainer.families._parts import t5_keys
 from lora_trainer.families.flux import Flux
 
 KINDS = ("fp32", "fp8", "fp8_scaled", "gguf", "all_in_one")
@@ -171,3 +180,37 @@ def test_other_flux_models_are_not_taken_for_flux_1(tmp_path):
         save_file({marker: torch.zeros(1), "double_blocks.0.img_attn.qkv.weight": torch.zeros(1)}, path)
         with pytest.raises(SourceError, match=name):
             opened({"base_model": str(path)})
+
+
+def test_t5_may_be_a_gguf_too(bases, tmp_path):
+    """As city96's t5-v1_1-xxl-encoder-gguf names it."""
+    options, modules = bases["fp32"]
+    state = modules["text_encoder_2"].state_dict()
+    write_gguf(tmp_path / "t5.gguf", {t5_keys(name)[-1]: value for name, value in state.items()}, arch="t5encoder")
+    family = opened({**options, "text_encoder_2": str(tmp_path / "t5.gguf")})
+    ours = weights(family.load_text_encoders(CPU, torch.float32)["text_encoder_2"])
+    assert all((ours[key] - value).abs().max() <= 0.01 * value.abs().max() for key, value in state.items())
+
+
+def test_parts_of_t5_that_overflow_stay_float32(bases):
+    encoders: Any = opened(bases["fp32"][0]).load_text_encoders(CPU, torch.float16)
+    layers = encoders["text_encoder_2"].encoder.block[0].layer
+    assert layers[1].DenseReluDense.wo.weight.dtype is torch.float32
+    assert layers[1].DenseReluDense.wi_0.weight.dtype is torch.float16
+    [example] = opened(bases["fp32"][0]).encode_text(encoders, ["a cat"])
+    assert torch.isfinite(example["prompt_embeds"]).all()
+
+
+def test_captions_encoded_while_training(bases):
+    """`cache_codificador_texto: nao`: the encoders are part of the model, and nothing else changes."""
+    from lora_trainer.config.schema import TrainingConfig
+
+    family = opened(bases["fp32"][0])
+    family.configure(TrainingConfig(), DataConfig())
+    model = family.load_model(CPU, torch.float32, with_text=True)
+    batch = family.example_batch(1, (64, 64))
+    batch["latents"] = torch.randn(batch["latents"].shape)
+    [ids], [embeds] = family.tokenize(["a cat"]), family.encode_text(model, ["a cat"])
+    plain = {name: value for name, value in batch.items() if "embeds" not in name}
+    losses = [family.loss(model, {**plain, **{k: v[None] for k, v in text.items()}}).item() for text in (ids, embeds)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
