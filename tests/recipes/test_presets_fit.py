@@ -12,7 +12,7 @@ from lora_trainer.memory.plan import SOLVED
 from lora_trainer.memory.presets import MARK, card_of, predict_with_previews
 from lora_trainer.picker import preset_budget
 
-FAMILIES = ("sd15", "sdxl")
+FAMILIES = ("sd15", "sdxl", "flux")
 
 
 @pytest.fixture(scope="module", autouse=True)
