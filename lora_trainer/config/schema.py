@@ -405,6 +405,12 @@ class TrainingConfig(Section):
         1.0, pt="orientacao", ge=0, le=100,
         doc_pt="Orientação dita ao modelo enquanto treina (modelos destilados como o FLUX.1 dev; 1 é o usual).",
         doc_en="Guidance told to the model while it trains (distilled models such as FLUX.1 dev; 1 is usual).")
+    ema: Number = option(
+        0.0, pt="media_movel", ge=0, lt=1,
+        doc_pt="Média móvel do LoRA (EMA): o arquivo, as amostras e a validação usam a média dos passos; 0.99 é usual, 0 "
+        "desliga.",
+        doc_en="Moving average of the LoRA (EMA): file, previews and validation use the average of the steps; 0.99 is usual, "
+        "0 is off.")
     validate_every: Integer = option(
         0, pt="validar_cada", ge=0, le=MAX_STEPS,
         doc_pt="Valida a cada N passos; 0: ao fim de cada época.",

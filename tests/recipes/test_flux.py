@@ -25,7 +25,7 @@ def test_every_kind_of_base(tmp_path, capsys, kind):
 
 
 def test_resume_is_bit_equal(tmp_path):
-    config = make(tmp_path, "flux", modelo={"dropout_lora": 0.1}, saida={"nome": "lora"})
+    config = make(tmp_path, "flux", modelo={"dropout_lora": 0.1}, treino={"media_movel": 0.9})
     assert run(config, "saida.nome=reto") == 0
     assert run(config, "treino.passos_maximos=3") == 0
     assert run(config, "--retomar") == 0
