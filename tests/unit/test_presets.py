@@ -300,7 +300,7 @@ def test_peak_lines_are_rewritten(tmp_path: Path) -> None:
     before = (tmp_path / "8gb.yaml").read_text(encoding="utf-8")
     write_peaks(lambda loaded: None, tmp_path)
     assert (tmp_path / "8gb.yaml").read_text(encoding="utf-8") == before
-    peaks = {(512, 512): 2 * 2**30, (1024, 1024): 6 * 2**30}
+    peaks = {(512, 512): 2 * 2**30, (768, 768): 4 * 2**30, (1024, 1024): 6 * 2**30}
     solved = {("training", "gradient_checkpointing"): "yes", ("memory", "block_streaming"): 0.7, OFFLOAD: "no"}
     for _ in range(2):
         write_peaks(
