@@ -53,6 +53,9 @@ def save_state(folder: Path, state: State) -> Path:
         if final.exists():
             shutil.rmtree(final)
         os.replace(temporary, final)
+    except torch.OutOfMemoryError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     except (OSError, RuntimeError, SafetensorError) as error:  # what a full disk makes torch and safetensors raise
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(
@@ -101,6 +104,8 @@ def _read(path: Path) -> State | None:
         tensors = load_file(path / "adapter.safetensors")
         rest = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
         return State(described["step"], tensors, rest["optimizer"], rest["scaler"], described["facts"])
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
     except Exception:  # a damaged state of any kind: the one before it will do
         return None
 

@@ -219,11 +219,13 @@ def classify_folder(config: Callable[[str], Mapping[str, Any] | None]) -> Kind:
     if root.get("peft_type"):
         return Kind.LORA
     architecture = str((root.get("architectures") or [""])[0])
-    model_type = str(root.get("model_type", ""))
+    model_type = str(root.get("model_type") or "")
     if model_type.startswith("clip"):
         return Kind.CLIP
     if "t5" in model_type:
         return Kind.T5
+    if not architecture and model_type and "vocab_size" in root:  # the family knows whether transformers has the type
+        return Kind.LANGUAGE_MODEL
     return Kind.LANGUAGE_MODEL if architecture.endswith("ForCausalLM") else Kind.UNKNOWN
 
 

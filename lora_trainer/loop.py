@@ -28,11 +28,16 @@ class Schedule(Protocol):
 class StepsInBackward(Protocol):
     """An optimizer that has stepped by the time the backward pass ends; it knows the norm that was."""
 
+    @property
+    def begun(self) -> bool:
+        """Whether weights have changed since the last step was finished."""
+        ...
+
     def grad_norm(self) -> float: ...
 
 
 class TornUpdate(Exception):
-    """Memory ran out while weights were being updated: some are of this step, some of the one before."""
+    """What failed (`__cause__`) did so while weights were being updated: some are of this step, some of the one before."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +88,9 @@ def train(trainee: Trainee, windows: Iterable[tuple[int, list[Batch]]], schedule
 def _update(trainee: Trainee) -> None:
     try:
         trainee.scaler.step(trainee.optimizer)
-    except torch.OutOfMemoryError as error:
+        trainee.scaler.update()
+    except Exception as error:
         raise TornUpdate(str(error)) from error
-    trainee.scaler.update()
 
 
 def gradients(trainee: Trainee, window: list[Batch], step: int, terms: int) -> tuple[Tensor, Tensor]:

@@ -428,8 +428,8 @@ def evaluation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         return
     params = [p for group in optimizer.param_groups for p in group["params"]]
     kept = [p.detach().clone() for p in params]
-    set_training(optimizer, False)
     try:
+        set_training(optimizer, False)
         yield
     finally:
         set_training(optimizer, True)

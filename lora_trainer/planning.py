@@ -17,13 +17,14 @@ from .memory.ask import ask
 from .memory.caching import Encoding
 from .memory.foresee import Foresight, named
 from .memory.kept import fixed_on_resume, plain_values, read_plan, write_plan
-from .memory.plan import with_values
+from .memory.options import not_quantized, with_values
 from .memory.recover import Rung
 from .picker import Choice
 from .progress import Metrics, Terminal, gib
 from .run_folder import RunFolder
 from .sources import Source
 
+BATCH_SIZE: names.Key = ("training", "batch_size")
 TRAINING_PHASES = ("load", "forward", "backward", "optimizer")
 
 
@@ -86,6 +87,8 @@ class Planning:
             previews=bool(config.samples.prompts),
             validation=config.data.validation_fraction > 0,
         )
+        if notice := not_quantized(config, found.values):
+            self.terminal.warn(notice)
         if not found.fits:
             raise self._refused(found)
         self.rung = Rung(found.values, config.training.batch_size)
@@ -126,7 +129,8 @@ class Planning:
             name = phase if phase in self.found.phases else self.found.worst_phase
             causes = self.found.phases[name].causes
         saves = self.found.saves if self.found is not None else None
-        lines = explain(phase, causes, self.loaded.config, self._on(), saves)
+        in_force = with_values(self.loaded.config, {**self.rung.values, BATCH_SIZE: self.rung.micro_batch})
+        lines = explain(phase, causes, in_force, self._on(), saves)
         return DoesNotFitError(
             t(
                 pt=f"faltou memória em {phase_title(phase)}, mesmo com tudo o que o plano podia mudar ({problem})",
@@ -137,7 +141,8 @@ class Planning:
 
     def _refused(self, found: Foresight) -> DoesNotFitError:
         causes = found.phases[found.worst_phase].causes
-        lines = explain(found.worst_phase, causes, self.loaded.config, self._on(found.values), found.saves)
+        solved = with_values(self.loaded.config, found.values)
+        lines = explain(found.worst_phase, causes, solved, self._on(found.values), found.saves)
         return does_not_fit(found.peak, self.choice.available or 0, found.worst_phase, lines)
 
     def _on(self, values: Mapping[names.Key, Any] | None = None) -> frozenset[names.Key]:

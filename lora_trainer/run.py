@@ -250,10 +250,8 @@ class Run:
         return training
 
     def finish(self, training: Training) -> None:
-        with self.phases.phase("preview"), optimizers.evaluation_weights(training.setup.optimizer):
-            if self.config.samples.prompts:
-                self.modality.previews.draw(training.setup.model, training.setup.adapter, self.total, self.folder)
-            self.modality.previews.measure_after(training.setup.model)
+        with self.phases.phase("preview"):
+            training.last_preview()
         with self.phases.phase("save"):
             lines = training.finish()
         self.planning.write(

@@ -71,7 +71,17 @@ class Source:
             self._refuse_weights(folder, names)
         if not chosen.endswith(".json"):
             return [folder / chosen]
-        shards = sorted(set((_read_json(folder / chosen, self.what) or {}).get("weight_map", {}).values()))
+        places = (_read_json(folder / chosen, self.what) or {}).get("weight_map")
+        if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+            raise SourceError(
+                t(
+                    pt=f"{folder / chosen} não diz em que arquivo está cada tensor (weight_map)",
+                    en=f"{folder / chosen} does not tell which file holds each tensor (weight_map)",
+                ),
+                t(pt="baixe este arquivo de novo", en="download this file again"),
+                self.what,
+            )
+        shards = sorted(set(places.values()))
         if missing := [name for name in shards if name not in names]:
             raise SourceError(
                 t(

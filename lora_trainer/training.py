@@ -5,6 +5,7 @@ function of the state before it, so after an out-of-memory the same step is done
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from .interrupt import StopRequest
 from .loop import StepReport, StepsInBackward, gradients, to_device
 from .loop import train as training_loop
 from .memory.measured import Measured
-from .memory.recover import MICRO_BATCH, Shortage, attempt, next_rung
+from .memory.recover import MICRO_BATCH, Rung, Shortage, attempt, next_rung
 from .modality import Batches, Loader, Outputs, Previews
 from .planning import Planning
 from .progress import Metrics, Phases, Terminal, gib
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 STATE_EVERY_SECONDS = 180.0
 """How often the state is saved when `saida.salvar_cada` does not say."""
 RETRIES = 3
-"""Below the last rung: memory that another program took may come back."""
+"""Below the last rung, at one place of the run: memory that another program took may come back."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Training:
         if self.config.memory.optimizer_in_backward == "yes":
             self.fixed |= {MICRO_BATCH}
         self.measured = Measured(session.planning.choice, session.planning.training_peak)
-        self.retries, self.last_state = 0, time.monotonic()
+        self.tries, self.last_state = Counter[tuple[str, int]](), time.monotonic()
         self.steps: Iterator[StepReport] | None = None
         self.profiler: Profiler | None = None
         if self.config.memory.profile:
@@ -75,11 +76,11 @@ class Training:
 
             self.profiler = profile.Profiler(session.folder.path / "perfil", setup.target.device, self.terminal, steps=total)
 
-    def build(self, state: State | None = None) -> None:
+    def build(self, state: State | None = None, step: int = 0) -> None:
         """What is trained; where it does not fit, by tighter rungs."""
         while isinstance(shortage := attempt(lambda: self.setup.build(state)), Shortage):
             self._drop()
-            self._tighten("load", shortage)
+            self._tighten("load", shortage, step)
         self.previews.plan = self.setup.plan
 
     def restore(self) -> int:
@@ -94,7 +95,10 @@ class Training:
             self.terminal.warn(line)
         if state.facts["data"] != self.batches.dataset.fingerprint():
             self.terminal.warn(data_changed())
-        self.setup.load(state)
+        if isinstance(shortage := attempt(lambda: self.setup.load(state)), Shortage):
+            self._drop()
+            self._tighten("load", shortage, state.step)
+            self.build(state, state.step)
         self.metrics.event("resumed", step=state.step)
         done = f"{state.step}/{self.total}"
         self.terminal.phase(t(pt=f"retomando do passo {done}", en=f"resuming at step {done}"))
@@ -107,38 +111,68 @@ class Training:
         vars(self.previews).pop("plan", None)
         self.setup.drop()
 
-    def _tighten(self, phase: str, shortage: Shortage) -> bool:
+    def _tighten(self, phase: str, shortage: Shortage, step: int) -> bool:
         """Take the next rung; whether all must be built anew for it. Raises DoesNotFitError below the last."""
         before, rung = self.setup.rung, next_rung(self.setup.rung, self.fixed, phase)
-        self.retries += rung is None
-        self.session.planning.tightened(rung, phase, shortage.problem)
-        if self.retries > RETRIES:
-            raise self.session.planning.failure(phase, shortage.problem)
+        self._tell(rung, phase, shortage, step)
         self.setup.rung = rung or before
         return self.setup.rung.values != before.values
 
+    def _tell(self, rung: Rung | None, phase: str, shortage: Shortage, step: int) -> None:
+        """What is tried next; None: the same again, a few times. Steps made once more are no progress."""
+        self.tries[phase, step] += rung is None
+        self.session.planning.tightened(rung, phase, shortage.problem)
+        if self.tries[phase, step] > RETRIES:
+            raise self.session.planning.failure(phase, shortage.problem)
+
     def _recover(self, phase: str, shortage: Shortage, step: int) -> int:
         """Back to a whole state under a tighter plan; returns the step to go on at, an earlier one after a torn update."""
-        self.steps, setup = None, self.setup
-        torn = shortage.torn or (phase == "train" and isinstance(setup.optimizer, StepsInBackward))
-        setup.forget_gradients()
+        self.steps, optimizer = None, self.setup.optimizer
+        torn = shortage.torn or (isinstance(optimizer, StepsInBackward) and optimizer.begun)
+        self.setup.forget_gradients()
+        state: State | None = None
         try:
-            anew = self._tighten("optimizer" if shortage.torn else phase, shortage)
+            anew = self._tighten("optimizer" if shortage.torn else phase, shortage, step)
+            if not torn and not anew:
+                return step
+            state = self._whole_state(step, torn)
+            self._drop()
+            self.build(state, step)
         except DoesNotFitError:
             if not torn:
-                self.save_state(step)
+                self._save_at_last(state, step)
             raise
-        if not torn and not anew:
-            return step
-        state = load_state(self.session.folder.state) if torn else setup.state(step, self.batches.dataset.fingerprint())
-        self._drop()
-        try:
-            self.build(state)
-        except DoesNotFitError:
-            if state is not None and not torn:
-                self._write(state)
-            raise
+        if torn:
+            self._tell_replay(state.step if state is not None else 0)
         return state.step if state is not None else 0
+
+    def _whole_state(self, step: int, torn: bool) -> State | None:
+        """What was learned up to `step`; where that is torn, as far as it was saved, if it was."""
+
+        def take() -> State | None:
+            return load_state(self.session.folder.state) if torn else self._state(step)
+
+        while isinstance(state := attempt(take), Shortage):
+            self._tell(None, "save", state, step)
+        return state
+
+    def _save_at_last(self, state: State | None, step: int) -> None:
+        """Before giving up: so that the run can go on elsewhere, or with other options."""
+        saved = attempt(lambda: self.save_state(step) if state is None else self._write_state(state))
+        if isinstance(saved, Shortage):
+            self.terminal.warn(
+                t(pt=f"o estado não foi salvo: {saved.problem}", en=f"the state was not saved: {saved.problem}")
+            )
+
+    def _tell_replay(self, step: int) -> None:
+        """Rows of the metrics that follow are of steps made once more."""
+        self.metrics.event("resumed", step=step)
+        self.terminal.note(
+            t(
+                pt=f"a atualização dos pesos ficou pela metade: de volta ao passo {step}",
+                en=f"the weights were half updated: back to step {step}",
+            )
+        )
 
     def _sheltered(self, phase: str, step: int, duty: Callable[[], Any]) -> Any:
         """What is due between two steps; where memory is short, again under tighter plans."""
@@ -159,7 +193,7 @@ class Training:
                     step = self._recover("train", report, step)
                     bar.advance(step - bar.done)
                     continue
-                step, self.retries = report.step, 0
+                step = report.step
                 self._record(report, time.monotonic() - before)
                 peak = gib(self.session.phases.current_peak())
                 bar.advance(1, f"{t(pt='perda', en='loss')} {report.loss:.4f}  {peak}")
@@ -235,10 +269,9 @@ class Training:
         if self.batches.dataset.validation and (step % every == 0 or last):
             self._sheltered("validation", step, lambda: self.validate(step))
         if samples.prompts and samples.every and step % samples.every == 0 and not last:
-            with optimizers.evaluation_weights(self.setup.optimizer):
-                self.previews.draw(self.setup.model, self.setup.adapter, step, self.session.folder)
+            self._sheltered("preview", step, lambda: self.preview(step))
         if due or timed or self.session.stop or last:
-            self.save_state(step)
+            self._sheltered("save", step, lambda: self.save_state(step))
         if self.session.stop and not last:
             done = f"{step}/{self.total}"
             raise Interrupted(
@@ -248,6 +281,21 @@ class Training:
                 ),
                 t(pt="continue com --retomar", en="go on with --resume"),
             )
+
+    def preview(self, step: int) -> None:
+        with optimizers.evaluation_weights(self.setup.optimizer):
+            self.previews.draw(self.setup.model, self.setup.adapter, step, self.session.folder)
+
+    def last_preview(self) -> None:
+        """With the adapter as it will be written, and its measure, if one is asked for."""
+
+        def draw() -> None:
+            with optimizers.evaluation_weights(self.setup.optimizer):
+                if self.config.samples.prompts:
+                    self.previews.draw(self.setup.model, self.setup.adapter, self.total, self.session.folder)
+                self.previews.measure_after(self.setup.model)
+
+        self._sheltered("preview", self.total, draw)
 
     def save_intermediate(self, step: int) -> None:
         """A full disk is told, and training goes on."""
@@ -270,10 +318,13 @@ class Training:
                 ),
                 t(pt="reduza treino.taxa_aprendizado", en="lower training.learning_rate"),
             )
-        self._write(self.setup.state(step, self.batches.dataset.fingerprint()))
+        self._write_state(self._state(step))
         self.last_state = time.monotonic()
 
-    def _write(self, state: State) -> None:
+    def _state(self, step: int) -> State:
+        return self.setup.state(step, self.batches.dataset.fingerprint())
+
+    def _write_state(self, state: State) -> None:
         try:
             save_state(self.session.folder.state, state)
         except UserError as error:

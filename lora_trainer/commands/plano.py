@@ -19,7 +19,7 @@ from ..hardware import Precision, choose_precision
 from ..memory.advice import cause_title, does_not_fit, explain, phase_title
 from ..memory.ask import ask
 from ..memory.foresee import Foresight, Tried, named
-from ..memory.plan import QUANTIZATION, with_values
+from ..memory.options import QUANTIZATION, not_quantized, with_values
 from ..memory.ram import Ram, ram_notice
 from ..memory.speed import Speed, speed_of
 from ..picker import Choice, settle
@@ -234,6 +234,8 @@ def _reasons(planned: Planned) -> Iterator[str]:
     if CHECKPOINTING in planned.values and CHECKPOINTING not in planned.found.without and len(planned.found.without):
         word = _short({CHECKPOINTING: planned.values[CHECKPOINTING]})
         yield t(pt=f"  {word}: o que vem acima precisa disso", en=f"  {word}: what is above needs it")
+    if notice := not_quantized(planned.loaded.config, planned.found.values):
+        yield f"  {notice}"
     asked, used = planned.loaded.config.memory.base_quantization, planned.found.values[QUANTIZATION]
     if used == asked != "no" and QUANTIZATION not in planned.loaded.written:
         word, name = _short({QUANTIZATION: used}), planned.choice.preset

@@ -14,6 +14,8 @@ from ..card import GIB
 from ..config import names, presets
 from ..config.loading import Loaded, load
 from ..errors import ConfigError, language, t
+from ..families import family_class
+from ..families._base import ImageFamily
 from ..hardware import Machine
 from ..memory.presets import Predict, Predicted, predict
 from ..picker import pick, preset_budget
@@ -23,15 +25,19 @@ SHOWN: tuple[names.Key, ...] = (
     ("training", "batch_size"),
     ("training", "gradient_accumulation_steps"),
     ("data", "resolution"),
+    ("data", "max_length"),
     ("model", "lora_rank"),
     ("training", "mixed_precision"),
     ("training", "gradient_checkpointing"),
     ("training", "use_8bit_optimizer"),
     ("memory", "base_quantization"),
+    ("memory", "embedding_offload"),
     ("memory", "block_streaming"),
     ("memory", "activation_offload"),
     ("memory", "vae_tiling"),
 )
+OF_IMAGES: tuple[names.Key, ...] = (("data", "resolution"), ("memory", "vae_tiling"))
+OF_TEXTS: tuple[names.Key, ...] = (("data", "max_length"), ("memory", "embedding_offload"))
 
 
 @dataclass(frozen=True)
@@ -94,13 +100,14 @@ def _families(loaded: Loaded) -> list[str]:
 
 
 def _table(family: str, found: Sequence[Row], chosen: str | None) -> Table:
-    title = t(pt=f"família {family}", en=f"family {family}")
+    known = family_class(family)
+    title = t(pt=f"família {family}: {known.title}", en=f"family {family}: {known.title}")
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     for row in found:
         table.add_column(f"{row.preset} *" if row.preset == chosen else row.preset)
     table.add_row(t(pt="cabe em", en="fits in"), *(gib(preset_budget(row.preset)) for row in found))
-    for key in SHOWN:
+    for key in _shown_for(family):
         option = names.options()[key]
         table.add_row(option.shown().partition(".")[2], *(_shown(option, row.value(key)) for row in found))
     if any(row.predicted for row in found):
@@ -112,6 +119,11 @@ def _table(family: str, found: Sequence[Row], chosen: str | None) -> Table:
         )
         table.add_row(t(pt="por passo", en="per step"), *times)
     return table
+
+
+def _shown_for(family: str) -> list[names.Key]:
+    others = OF_TEXTS if issubclass(family_class(family), ImageFamily) else OF_IMAGES
+    return [key for key in SHOWN if key not in others]
 
 
 def _peak(predicted: Predicted | None) -> str:
@@ -127,15 +139,15 @@ def _shown(option: names.Option, value: Any) -> str:
 
 
 def _as_json(tables: dict[str, list[Row]]) -> dict[str, Any]:
-    return {family: [_row_as_json(row) for row in found] for family, found in tables.items()}
+    return {family: [_row_as_json(row, _shown_for(family)) for row in found] for family, found in tables.items()}
 
 
-def _row_as_json(row: Row) -> dict[str, Any]:
+def _row_as_json(row: Row, shown: Sequence[names.Key]) -> dict[str, Any]:
     return {
         "preset": row.preset,
         "budget_gib": round(preset_budget(row.preset) / GIB, 3),
         "peak_gib": round(row.predicted.peak / GIB, 3) if row.predicted else None,
         "fits": row.predicted.fits if row.predicted else None,
         "seconds_per_step": row.predicted.seconds_per_step if row.predicted else None,
-        "settings": {".".join(key): row.value(key) for key in SHOWN},
+        "settings": {".".join(key): row.value(key) for key in shown},
     }

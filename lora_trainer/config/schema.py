@@ -53,6 +53,7 @@ WORDS: dict[str, dict[str, str]] = {
     "preset": {"nenhum": "none", "nao": "none", "não": "none", "no": "none"},
     "base_quantization": _NO,
     "block_streaming": _NO,
+    "embedding_offload": _YES_NO,
     "activation_offload": _YES_NO,
     "optimizer_in_backward": _YES_NO,
     "vae_tiling": _YES_NO,

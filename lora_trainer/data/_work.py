@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..families._base import Example
-from ..hardware import describe_parts
+from ..hardware import PartRow, describe_parts
 from ..memory._encoders import load_encoders
 from ..memory.attention_slicing import slice_where_unfused
 from ..memory.caching import OnOom, exhausted, next_rung, rung_name
@@ -73,7 +73,7 @@ def load_text_encoders(encoder: "Encoder", device: torch.device) -> nn.ModuleDic
         )
     if not encoding.text_on_cpu:
         hold(encoders)
-    encoder.parts += describe_parts(encoders)
+    _note(encoder, describe_parts(encoders))
     return encoders
 
 
@@ -85,8 +85,14 @@ def load_vae(encoder: "Encoder", device: torch.device) -> nn.Module:
     if not on_cpu:
         hold(vae)
     slice_where_unfused(vae, device, encoder.family.vae_dtype(encoder.image_dtype))
-    encoder.parts += describe_parts({"vae": vae})
+    _note(encoder, describe_parts({"vae": vae}))
     return vae
+
+
+def _note(encoder: "Encoder", rows: list[PartRow]) -> None:
+    """As they were loaded last."""
+    names = {row.component for row in rows}
+    encoder.parts[:] = [*(row for row in encoder.parts if row.component not in names), *rows]
 
 
 def place(on_cpu: bool) -> AbstractContextManager[None]:

@@ -151,7 +151,8 @@ class ImageLoader:
         if key in self._recent:
             self._recent.move_to_end(key)
             return self._recent[key]
-        example = self._recent[key] = read()
+        with host_memory():
+            example = self._recent[key] = read()
         self._held_bytes += _bytes(example)
         while self._held_bytes > self.ram_bytes and len(self._recent) > 1:
             _, old = self._recent.popitem(last=False)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -10,11 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
 from ..errors import MachineError, t
 
+LEFT_BEHIND = re.compile(r"\..+\.(\d{1,9})\.(?:tmp|old)")
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -42,6 +45,7 @@ def new_folder(folder: Path, nbytes: int = 0) -> Iterator[Path]:
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(folder.parent)
         free = shutil.disk_usage(folder.parent).free
         if free < nbytes:
             raise OSError(errno.ENOSPC, f"{free} < {nbytes}")
@@ -55,6 +59,14 @@ def new_folder(folder: Path, nbytes: int = 0) -> Iterator[Path]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _sweep(parent: Path) -> None:
+    """What processes killed while writing left half done: gigabytes, of a merged model."""
+    for path in parent.iterdir():
+        left = LEFT_BEHIND.fullmatch(path.name)
+        if left and not psutil.pid_exists(int(left[1])):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _not_written(folder: Path, error: OSError, nbytes: int) -> MachineError:

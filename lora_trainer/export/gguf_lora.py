@@ -62,6 +62,11 @@ def write_gguf_lora(
     return path
 
 
+def check_gguf_lora(names: Collection[str], config: Any, *, dora: bool) -> None:
+    """Before training: UserError for modules that write_gguf_lora would refuse after it."""
+    _checked_targets(names, names if dora else (), config, architecture_for(config))
+
+
 def read_gguf_lora(path: Path, config: Any, names: Collection[str]) -> Lora:
     """The modules `names` of an adapter file, as write_gguf_lora took them. SourceError where one is missing."""
     file = open_gguf(path, str(path))
@@ -110,9 +115,14 @@ def _ollama_path(name: str) -> str:
 
 
 def _targets(lora: Lora, config: Any, arch: str) -> dict[str, _Target]:
-    found = {name: _target(name, config, arch) for name in lora}
+    return _checked_targets(lora, [name for name, module in lora.items() if module.magnitude is not None], config, arch)
+
+
+def _checked_targets(names: Collection[str], dora: Collection[str], config: Any, arch: str) -> dict[str, _Target]:
+    """The targets of the modules `names`, of which `dora` are DoRA; UserError where llama.cpp has none."""
+    found = {name: _target(name, config, arch) for name in names}
     wrong = [name.removeprefix(PREFIX) for name, target in found.items() if target is None]
-    if doras := [name.removeprefix(PREFIX) for name, module in lora.items() if module.magnitude is not None]:
+    if doras := [name.removeprefix(PREFIX) for name in dora]:
         problem = t(pt="o llama.cpp não carrega DoRA", en="llama.cpp does not load DoRA")
         raise UserError(f"{problem}: {_few(doras)}", t(pt=WAY_OUT[0], en=WAY_OUT[1]))
     if wrong:

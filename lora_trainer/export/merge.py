@@ -172,6 +172,7 @@ def _write_configs(family: "CausalLM", place: Path, dtype: torch.dtype, *, untie
         for key, value in config.items()
         if key not in ("quantization_config", "_name_or_path", "torch_dtype")
     }
+    config["architectures"] = config.get("architectures") or [_class_name(config["model_type"])]
     config["dtype"] = str(dtype).removeprefix("torch.")
     config["tie_word_embeddings"] = bool(config.get("tie_word_embeddings")) and not untied
     write_text(place / "config.json", json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
@@ -180,6 +181,14 @@ def _write_configs(family: "CausalLM", place: Path, dtype: torch.dtype, *, untie
         weights = path.name.endswith(".index.json") or path.name.startswith("adapter_")
         if path.is_file() and path.suffix in COPIED and path.name not in NOT_COPIED and not weights:
             shutil.copyfile(path, place / path.name)
+
+
+def _class_name(model_type: str) -> str:
+    """Configs made from a GGUF file lack it, and readers go by it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    return name if isinstance(name, str) else name[0]
 
 
 @torch.no_grad()

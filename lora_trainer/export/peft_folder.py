@@ -7,6 +7,7 @@ means the very same layers, as people write it by hand. Left out: other adapter 
 
 import json
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import peft
 import torch
+from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 
 from ..errors import SourceError, t
@@ -139,6 +141,7 @@ def read_peft_folder(folder: Path) -> Lora:
 
     tensors, _ = read_tensors(folder / WEIGHTS, str(folder))
     config = _read_config(folder)
+    _refuse_other_parts(folder, tensors, config)
     lora = {}
     for key in tensors:
         if not key.endswith(".lora_A.weight"):
@@ -147,11 +150,38 @@ def read_peft_folder(folder: Path) -> Lora:
         path = stem.removeprefix("base_model.model.")
         down, up = tensors[key].float(), tensors[f"{stem}.lora_B.weight"].float()
         magnitude = tensors.get(f"{stem}.lora_magnitude_vector")
-        patterns = config.get("alpha_pattern") or {}
-        alpha = patterns.get(f"^{re.escape(path)}", patterns.get(path, config["lora_alpha"]))
+        patterns = config.get("alpha_pattern") or {}  # peft's own reading: a regular expression, or the name's end
+        alpha = patterns.get(get_pattern_key(list(patterns), path), config["lora_alpha"])
         scale = alpha / (len(down) ** 0.5 if config.get("use_rslora") else len(down))
         lora[f"{PART}.{path}"] = LoraModule(down, up, scale, None if magnitude is None else magnitude.float())
     return lora
+
+
+def _refuse_other_parts(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """What peft also keeps in such a folder and we do not train; left out unsaid, the model would not be the one saved."""
+    kind = str(config.get("peft_type") or "LORA")
+    known = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
+    own = [key for key in tensors if ".base_layer." not in key]  # peft copies a frozen head or embedding along
+    strange = sorted(key for key in own if not key.endswith(known))
+    halves = [{key.removesuffix(end) for key in tensors if key.endswith(end)} for end in known[:2]]
+    if kind != "LORA":
+        problem = t(pt=f"a pasta tem um adaptador {kind}, não um LoRA", en=f"the folder holds a {kind} adapter, no LoRA")
+    elif strange:
+        few = ", ".join(strange[:3]) + (", …" if len(strange) > 3 else "")
+        problem = t(
+            pt=f"além do LoRA, a pasta tem pesos que não treino aqui (modules_to_save, embeddings, bias): {few}",
+            en=f"besides the LoRA, the folder holds weights not trained here (modules_to_save, embeddings, bias): {few}",
+        )
+    elif halves[0] != halves[1]:
+        problem = t(
+            pt=f"falta lora_A ou lora_B de {sorted(halves[0] ^ halves[1])[0]}",
+            en=f"lora_A or lora_B of {sorted(halves[0] ^ halves[1])[0]} is missing",
+        )
+    else:
+        return
+    raise SourceError(
+        problem, t(pt="use um LoRA só de camadas lineares", en="use a LoRA of linear layers only"), str(folder)
+    )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -185,7 +215,9 @@ def verify_peft_folder(
         with adapter.disabled():
             base = forward(model).float()
         with _lifted_out(model, adapter):
-            peft.PeftModel.from_pretrained(model[PART], str(folder), low_cpu_mem_usage=False)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers in its older words
+                peft.PeftModel.from_pretrained(model[PART], str(folder), low_cpu_mem_usage=False)
             loaded = _check_consumer(model, stored, folder)
             raw = forward(model)
         with _rounded(adapter, stored, loaded):

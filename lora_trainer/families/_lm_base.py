@@ -70,7 +70,7 @@ class SafetensorsBase(Base):
         _refuse_quantised(stored, source)
         self.config = _typed_config(stored, source)
         self.weights = _weights(source)
-        model = _lm_weights.build(self.config, torch.bfloat16)
+        model = _first_build(self.config, source)
         _check_trainable(model, source)
         if _lm_weights.is_untied(model, self.weights):
             self.config.tie_word_embeddings = False
@@ -215,17 +215,30 @@ def _typed_config(stored: Mapping[str, Any], source: Source) -> Any:
     try:
         return CONFIG_MAPPING[kind].from_dict(dict(stored))
     except Exception as error:  # each config class has its own ways to refuse
-        raise SourceError(
-            t(pt=f"config.json não descreve um modelo {kind}: {error}", en=f"config.json describes no {kind}: {error}"),
-            t(pt="baixe este arquivo de novo", en="download this file again"),
-            source.what,
-        ) from error
+        raise _wrong_config(kind, error, source) from error
+
+
+def _first_build(config: Any, source: Source) -> Any:
+    """Values that a config class lets pass (the name of an activation or of a rotary rule) stop the model's own class."""
+    try:
+        return _lm_weights.build(config, torch.bfloat16)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise _wrong_config(config.model_type, error, source) from error
+
+
+def _wrong_config(kind: str, error: Exception, source: Source) -> SourceError:
+    return SourceError(
+        t(pt=f"config.json não descreve um modelo {kind}: {error}", en=f"config.json describes no {kind}: {error}"),
+        t(pt="baixe este arquivo de novo", en="download this file again"),
+        source.what,
+    )
 
 
 def _refuse_quantised(stored: Mapping[str, Any], source: Source) -> None:
-    method = (stored.get("quantization_config") or {}).get("quant_method")
-    if method is None:
+    told = stored.get("quantization_config")
+    if not told:
         return
+    method = told.get("quant_method", "?") if isinstance(told, Mapping) else told
     raise SourceError(
         t(
             pt=f"{source.title()} já está quantizado ({method}), e só leio pesos de 16 ou 32 bits e GGUF",

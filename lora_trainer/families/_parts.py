@@ -235,7 +235,12 @@ def _kept_notice(transformer: Component) -> str:
     if not formats:
         return ""
     listed = ", ".join(sorted(formats))
-    return t(pt=f"o modelo base fica como está no arquivo ({listed})", en=f"the base stays as its file has it ({listed})")
+    but = ""
+    if formats == {"fp8"}:
+        but = t(pt=", a menos que memoria.quantizacao_base peça nf4", en=", unless memory.base_quantization asks for nf4")
+    return t(
+        pt=f"o modelo base fica como está no arquivo ({listed}){but}", en=f"the base stays as its file has it ({listed}){but}"
+    )
 
 
 def _wrong_slot(slot: Slot, source: Source, kind: Kind) -> SourceError:

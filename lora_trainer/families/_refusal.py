@@ -49,6 +49,6 @@ def _way_out(kind: Kind) -> str:
             en="use the full checkpoint (with VAE and text encoder) or the diffusers folder",
         )
     return t(
-        pt="use um checkpoint completo de Stable Diffusion 1.x, 2.x ou SDXL",
-        en="use a full checkpoint of Stable Diffusion 1.x, 2.x or SDXL",
+        pt="use um checkpoint completo de Stable Diffusion 1.x, 2.x ou SDXL, ou um modelo de linguagem (…ForCausalLM)",
+        en="use a full checkpoint of Stable Diffusion 1.x, 2.x or SDXL, or a language model (…ForCausalLM)",
     )

@@ -1,8 +1,8 @@
 """Weights kept as their file stores them: fp8 (plain and scaled), ggml's blocks, bitsandbytes' 4 bits.
 
 A layer whose matrix the file holds in few bits becomes a packed one on meta, and its bytes go into it unchanged: the base
-takes what the file takes, and training sees exactly the weights that the file's other users run. Quantisers pack such a
-layer anew only where that makes it smaller. Everything else (norms, biases, convolutions, embeddings) is read as values.
+takes what the file takes, and training sees exactly the weights that the file's other users run. Quantisers leave such a
+layer alone, but for fp8, which nf4 halves. Everything else (norms, biases, convolutions, embeddings) is read as values.
 """
 
 import json
@@ -75,6 +75,8 @@ def pack_layers_as_stored(module: nn.Module, weights: Weights, pieces: Mapping[s
         if packing is not None and packing.fits(layer):
             packed = PackedLinear.of(layer, packing)
             packed.as_stored = True  # type: ignore[assignment]
+            if isinstance(packing, RowScaled):
+                packed.may_shrink = True  # type: ignore[assignment]
             parent, _, child = path.rpartition(".")
             setattr(module.get_submodule(parent), child, packed)
 

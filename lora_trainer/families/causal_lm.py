@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from ..config.names import shown
 from ..config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from ..errors import ConfigError, t
 from ..gguf.names import ARCHITECTURES
@@ -75,6 +76,8 @@ class CausalLM(Family):
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "CausalLM":
         if not is_gguf_source(source) and source.looks_like() is not Kind.LANGUAGE_MODEL:
             raise refusal(source)
+        if settings.train_text_encoder:
+            raise _no_text_encoder()
         return cls(source, settings, open_base(source, settings))
 
     def configure(self, training: TrainingConfig, data: DataConfig) -> None:
@@ -171,16 +174,25 @@ class CausalLM(Family):
     # -- previews
 
     @torch.no_grad()
-    def generate(self, model: nn.ModuleDict, prompt: Sequence[int], most: int, stop: Sequence[int]) -> list[int]:
-        """The likeliest continuation of a prompt, token by token, up to `most` tokens or one of `stop` (included)."""
-        lm, ids = cast(Any, model[PART]), torch.tensor([list(prompt)], device=_device(model))
-        training = model.training
+    def generate(
+        self, model: nn.ModuleDict, prompts: Sequence[Sequence[int]], most: int, stop: Sequence[int]
+    ) -> list[list[int]]:
+        """The likeliest continuation of each prompt, token by token, up to `most` tokens or one of `stop` (included).
+
+        All at once, padded on their left: a base that is packed or streamed is unpacked or brought in once a token.
+        """
+        if len(prompts) > 1 and not self.packs:
+            return [self.generate(model, [prompt], most, stop)[0] for prompt in prompts]
+        lm, training = cast(Any, model[PART]), model.training
+        width = max(map(len, prompts))
+        ids = torch.tensor([[stop[0]] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+        seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         model.eval()
         try:
             with _cached_attention(lm):
                 out = lm.generate(
-                    input_ids=ids,
-                    attention_mask=torch.ones_like(ids),
+                    input_ids=ids.to(_device(model)),
+                    attention_mask=seen.to(_device(model)),
                     max_new_tokens=most,
                     do_sample=False,
                     use_cache=True,
@@ -189,7 +201,7 @@ class CausalLM(Family):
                 )
         finally:
             model.train(training)
-        return [int(token) for token in out[0, len(prompt) :]]
+        return [_until(row, stop) for row in out[:, width:].tolist()]
 
     # -- output
 
@@ -225,6 +237,11 @@ def _cached_attention(model: Any) -> Iterator[None]:
         model.config._attn_implementation = IMPLEMENTATION
 
 
+def _until(tokens: list[int], stop: Sequence[int]) -> list[int]:
+    end = next((at for at, token in enumerate(tokens, 1) if token in stop), len(tokens))
+    return tokens[:end]
+
+
 def _layers(model: Any) -> nn.ModuleList:
     count = model.config.num_hidden_layers
     found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
@@ -245,6 +262,17 @@ def _cannot_pack(config: Any) -> ConfigError:
             en=f"{config.model_type} has recurrent layers: texts packed into one row would mix",
         ),
         t(pt="desligue o empacotamento", en="turn packing off"),
+    )
+
+
+def _no_text_encoder() -> ConfigError:
+    return ConfigError(
+        t(
+            pt="um modelo de linguagem não tem codificador de texto à parte: ele mesmo é treinado",
+            en="a language model has no text encoder beside it: it is itself what is trained",
+        ),
+        t(pt="apague a linha", en="delete the line"),
+        shown("model", "train_text_encoder"),
     )
 
 

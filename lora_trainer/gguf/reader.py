@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import SourceError, t
+from ..headers import _bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -165,7 +166,7 @@ class _Cursor:
         """A number of things, refused where it cannot be true."""
         (number,) = self.take(format)
         if number > min(self.size, MAX_ITEMS):
-            raise ValueError(f"{number}")
+            raise ValueError(t(pt=f"{number} itens anunciados", en=f"{number} items announced"))
         return int(number)
 
     def text(self) -> str:
@@ -214,8 +215,10 @@ def _read_header(path: Path, what: str) -> GgufFile:
     tensors = dict(_locate(table, start, path, what))
     needed = max((info.offset + info.nbytes for info in tensors.values()), default=0)
     if needed > size:
-        short = f"{size / 2**30:.2f} < {needed / 2**30:.2f} GiB"
-        _damaged(path, what, t(pt=f"está incompleto, {short}", en=f"it is incomplete, {short}"))
+        have, wanted = _bytes(size), _bytes(needed)
+        _damaged(
+            path, what, t(pt=f"tem {have}, o cabeçalho pede {wanted}", en=f"it has {have}, its header asks for {wanted}")
+        )
     return GgufFile(path, version, metadata, tensors)
 
 

@@ -73,8 +73,8 @@ def _refuse(file: GgufFile, reason: str, what: str) -> None:
             en=f"{file.path.name}: the tokenizer ({kind}) could not be built: {reason}",
         ),
         t(
-            pt="use um GGUF completo do modelo, ou a pasta dele em safetensors",
-            en="use a complete GGUF of the model, or its safetensors folder",
+            pt="dê em modelo.tokenizador a pasta do modelo original (tokenizer.json, tokenizer_config.json)",
+            en="give the original model's folder (tokenizer.json, tokenizer_config.json) in model.tokenizer",
         ),
         what,
     )

@@ -194,12 +194,12 @@ PACKED: dict[type[nn.Module], type[_Packed]] = {nn.Linear: PackedLinear, nn.Conv
 def pack_layers(groups: Sequence[BlockGroup], packing: Packing) -> None:
     """Swap the layers that fit, on meta, inside the blocks; embeddings, heads and what is packed already stay.
 
-    What is packed because its file is (`as_stored`) is packed anew where that makes it smaller.
+    What is packed because its file is stays too, but for fp8 (`may_shrink`), which is packed anew where that makes it smaller.
     """
     for parent, name, layer in _layers(groups):
         if type(layer) in PACKED and packing.fits(layer):
             setattr(parent, name, PACKED[type(layer)].of(layer, packing))
-        elif isinstance(layer, _Packed) and hasattr(layer, "as_stored") and _is_smaller(layer, packing):
+        elif isinstance(layer, _Packed) and hasattr(layer, "may_shrink") and _is_smaller(layer, packing):
             setattr(parent, name, _repacked(layer, packing))
 
 

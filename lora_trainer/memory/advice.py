@@ -43,8 +43,8 @@ def remedies(
     for rule in _RULES:
         for remedy in rule(config, phase):
             first = next(iter(remedy.settings))
-            elsewhere = first in _OF_TEXTS and first not in known or first == _RESOLUTION and _LENGTH in known
-            if first not in on and not elsewhere:
+            other_s = first not in known if first in _OF_TEXTS else first == _RESOLUTION and _LENGTH in known
+            if first not in on and not other_s:
                 found.append(Remedy(remedy.settings, remedy.cost, known.get(first)))
     return found
 

@@ -130,6 +130,7 @@ def rung_title(phase: str, rung: str) -> str:
         "tiled": t(pt="a partir de agora, em blocos", en="in tiles from now on"),
         "cpu": t(pt="a partir de agora, na CPU", en="on the CPU from now on"),
         "one": t(pt="a partir de agora, uma imagem por vez e em blocos", en="one image at a time, in tiles, from now on"),
+        "alone": t(pt="uma resposta por vez a partir de agora", en="one answer at a time from now on"),
         "skipped": t(pt="pulada; o treino continua", en="skipped; training goes on"),
     }
     where = phase_title(phase)

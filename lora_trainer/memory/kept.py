@@ -14,7 +14,7 @@ from ..config.names import Key
 from ..config.schema import Config
 from ..progress import write_json
 from .foresee import Foresight, keys, named
-from .plan import EMBEDDINGS, OPTIMIZER_8BIT, QUANTIZATION, SOLVED
+from .options import EMBEDDINGS, OPTIMIZER_8BIT, QUANTIZATION, SOLVED
 from .recover import CHECKPOINTING, Rung
 
 FORESEEN = ("fits", "peak_gib", "phases", "saves")

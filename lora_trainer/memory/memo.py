@@ -13,7 +13,7 @@ from ..config.names import Key
 from ..progress import write_json
 from ..tracker import PhasePeak
 from .foresee import Question
-from .plan import with_values
+from .options import with_values
 from .simulate import Prediction
 
 IRRELEVANT: dict[Key, Any] = {

@@ -56,6 +56,10 @@ class InBackward(torch.optim.Optimizer):
         kept = ("params", "lr", "base_lr")
         self.param_groups[place].update((k, v) for k, v in inner.param_groups[0].items() if k not in kept)
 
+    @property
+    def begun(self) -> bool:
+        return self._squares is not None
+
     def grad_norm(self) -> Tensor:
         """Of the backward pass just made, before `step`, (); not finite means that the weights are spoiled already."""
         return torch.zeros(()) if self._squares is None else self._squares.sqrt()

@@ -26,17 +26,10 @@ from ..families._base import Family
 from ..hardware import Precision
 from ..optimizers import EIGHT_BIT
 from .estimate import Blocks, peak_at
+from .options import CHECKPOINTING, EMBEDDINGS, OFFLOAD, OPTIMIZER_8BIT, QUANTIZATION, STREAMING, with_values
 from .simulate import Prediction, Shape, simulate_run, simulation_device
 from .techniques import make_plan
 
-CHECKPOINTING: Key = ("training", "gradient_checkpointing")
-OPTIMIZER_8BIT: Key = ("training", "use_8bit_optimizer")
-STREAMING: Key = ("memory", "block_streaming")
-OFFLOAD: Key = ("memory", "activation_offload")
-QUANTIZATION: Key = ("memory", "base_quantization")
-EMBEDDINGS: Key = ("memory", "embedding_offload")
-"""Solved, and in a plan's values, only where the base has vocabulary layers outside its blocks."""
-SOLVED = (CHECKPOINTING, OPTIMIZER_8BIT, EMBEDDINGS, STREAMING, OFFLOAD, QUANTIZATION)
 NOTHING: dict[Key, Any] = {
     CHECKPOINTING: "no", OPTIMIZER_8BIT: "no", STREAMING: "no", OFFLOAD: "no", QUANTIZATION: "no",
 }  # fmt: skip
@@ -226,8 +219,8 @@ class Planner:
             own, free = _value(self.config, key), self.free(key)
             a_preset_s = self.preset_first or key == QUANTIZATION
             fixed[key] = own if not free or (a_preset_s and own != "auto" and _tighter(own, value)) else value
-            if key == QUANTIZATION and free and fixed[key] != "no" and self.blocks_stored("no").packed:
-                fixed[key] = "no"  # packed in its file already
+            if key == QUANTIZATION and fixed[key] != "no" and self.blocks_stored("no").packed:
+                fixed[key] = "no"  # packed in its file already, and left so (see options.not_quantized)
         return fixed
 
     def free(self, key: Key) -> bool:
@@ -252,15 +245,6 @@ class Planner:
             )
             self._stored[quantization] = Blocks(model, self.family.blocks(model))
         return self._stored[quantization]
-
-
-def with_values(config: Config, values: dict[Key, Any]) -> Config:
-    """The config with some options replaced."""
-    sections: dict[str, dict[str, Any]] = {}
-    for (section, name), value in values.items():
-        sections.setdefault(section, {})[name] = value
-    changed = {name: getattr(config, name).model_copy(update=options) for name, options in sections.items()}
-    return config.model_copy(update=changed)
 
 
 def trains_text(config: Config) -> bool:

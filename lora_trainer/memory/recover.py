@@ -1,8 +1,8 @@
 """After an out-of-memory in mid-run: was it one, and what is the next, tighter rung?
 
 Only rungs that change no number: smaller micro-batches of the same window, recomputation, embeddings and activations in host
-memory, more streamed blocks. What the user fixed stays. The run drops the half-done window, takes a rung and does the window again, so
-the effective batch, the order of the data and the noise are those of a run that had the last plan from its start.
+memory, more streamed blocks. What the user fixed stays. The run drops the half-done window, takes a rung and does the window
+again, so the effective batch, the order of the data and the noise are those of a run that had the last plan from its start.
 """
 
 import contextlib
@@ -34,9 +34,11 @@ _DISGUISES = re.compile(
     r"|not enough memory"
 )
 Result = TypeVar("Result")
-_OLDEST_NODE = torch.zeros((), requires_grad=True) + 0
+_OLDEST = torch.zeros((), requires_grad=True)
+_OLDEST_NODE, _ONE = _OLDEST + 0, torch.ones(())
 """When a backward pass fails, what autograd's engine had queued stays in the thread's queue, gradients and graph with it.
-The next pass drops it, but only as far as its own nodes are older: nodes run youngest first. This one is older than all."""
+The next pass drops it, but only as far as its own nodes are older: nodes run youngest first. This one is older than all, and
+walking it allocates nothing."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def attempt(action: Callable[[], Result]) -> Result | Shortage:
         return action()
     except Exception as error:
         torn = isinstance(error, TornUpdate)
-        if not torn and not is_out_of_memory(error):
+        if not is_out_of_memory(error.__cause__ or error if torn else error):
             raise
         shortage = Shortage(str(error).partition("\n")[0], torn)
         cause: BaseException | None = error
@@ -73,7 +75,7 @@ def attempt(action: Callable[[], Result]) -> Result | Shortage:
 
 def free_memory(device: torch.device) -> None:
     """Give back what is cached but not in use, and what a failed backward pass left behind."""
-    _OLDEST_NODE.backward()
+    torch.autograd.grad(_OLDEST_NODE, _OLDEST, _ONE, retain_graph=True)
     gc.collect()
     _trim_host_memory()
     if device.type == "cuda":
@@ -98,10 +100,10 @@ class Rung:
 def next_rung(rung: Rung, fixed: frozenset[Key] = frozenset(), phase: str = "train") -> Rung | None:
     """The next tighter one; None below the last. `fixed`: options that are not ours to change.
 
-    Loading wants fewer weights on the card; what keeps fewer activations helps where there is a backward pass only. Plans of
-    bases without a vocabulary of their own do not hold the option of its layers.
+    What keeps fewer activations helps only where there is a backward pass; loading, the optimizer's update and saving want
+    fewer weights on the card. Plans of bases without a vocabulary of their own do not hold the option of its layers.
     """
-    values, size, learns = rung.values, rung.micro_batch, phase in ("train", "optimizer")
+    values, size, learns = rung.values, rung.micro_batch, phase == "train"
     if size > 1 and MICRO_BATCH not in fixed and (learns or phase == "validation"):
         return Rung(values, -(-size // 2))
     recomputed = values.get(CHECKPOINTING) != "no"

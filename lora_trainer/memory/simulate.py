@@ -167,7 +167,7 @@ def make_fake(model: nn.Module, device: torch.device, tracker: MemoryTracker, *,
     comes packed from a file, get tensors of the packed shapes.
     """
     layer: Any
-    layers = sorted(model.modules(), key=lambda layer: getattr(layer, "read_at", (math.inf, 0)))
+    layers: list[Any] = sorted(model.modules(), key=lambda layer: getattr(layer, "read_at", (math.inf, 0)))
     packed = (layer for layer in layers if hasattr(layer, "pack_weight") and not layer.packing.from_file)
     last = {(layer.packing, layer.weight_shape, layer.weight_dtype): layer for layer in packed}
     to_pack = set(last.values())

@@ -2,8 +2,9 @@
 
 A card's peak is worked out from its multiprocessors and clock (FLOPs per clock and multiprocessor by architecture, from
 NVIDIA's architecture whitepapers, 16-bit inputs with float32 sums as on GeForce cards); LoRA training sustains under half of it.
-A card copies from host memory while it computes, so the slower of the two counts; a CPU does one after the other. Figures for cards that are only imitated
-are those of a common card of that size. Left out: memory-bound operations, which all plans of a model share.
+A card copies from host memory while it computes, so the slower of the two counts; a CPU does one after the other. Figures
+for cards that are only imitated are those of a common card of that size. Left out: memory-bound operations, which all plans
+of a model share, and the unpacking of packed weights.
 """
 
 import re

@@ -71,6 +71,8 @@ def _lines(text: str, out: FileRows) -> None:
             out.fail(number, _explained(error), error.colno)
         except RecursionError:
             out.fail(number, t(pt="listas dentro de listas demais", en="lists nested too deeply"))
+        except ValueError:  # Python reads no integer of more than 4300 digits
+            out.fail(number, _endless())
         else:
             out.add(number, value)
 
@@ -84,7 +86,7 @@ def _whole_file(text: str, name: str, by_lines: FileRows) -> FileRows:
             return by_lines
         out.fail(error.lineno, _explained(error), error.colno)
         return out
-    except RecursionError:
+    except (RecursionError, ValueError):
         return by_lines
     out.add(_line_of(text, len(text) - len(text.lstrip())), value)
     return _unwrapped(text, out)
@@ -114,6 +116,9 @@ def _array(text: str, start: int, out: FileRows, alone: bool = True) -> None:
             value, end = decoder.raw_decode(text, place)
         except json.JSONDecodeError as error:
             out.fail(error.lineno, _explained(error), error.colno)
+            return
+        except ValueError:
+            out.fail(line, _endless())
             return
         out.add(line, value)
         place = _skip(text, end)
@@ -150,6 +155,10 @@ def _line_of(text: str, place: int) -> int:
 
 def _column_of(text: str, place: int) -> int:
     return place - text.rfind("\n", 0, place)
+
+
+def _endless() -> str:
+    return t(pt="um número de milhares de algarismos; ponha-o entre aspas", en="a number of thousands of digits; quote it")
 
 
 def _explained(error: json.JSONDecodeError) -> str:

@@ -5,11 +5,13 @@ from typing import Any
 
 from ..config.schema import Config, TrainingConfig
 from ..data.check import Progress
+from ..data.notes import counted
 from ..errors import t
 from ..families.causal_lm import CausalLM
 from ..memory.caching import Encoding
 from ..modality import Desk, Modality, RunFacts
 from .batches import TextBatchPlan, TextLoader
+from .checks import check_options, check_vocabulary, length_warnings, option_warnings
 from .dataset import TextDataset, build
 from .outputs import TextOutputs
 from .preview import TextPreviews
@@ -24,11 +26,14 @@ class Texts(Modality):
         self.tokenizer: Any = None
 
     def read(self, progress: Progress) -> tuple[list[str], list[str]]:
+        check_options(self.family, self.config)
         self.tokenizer = self.family.tokenizer()
         packs = self.config.data.packing != "no" and self.family.packs
         data = self.config.data.model_copy(update={"packing": "yes" if packs else "no"})
         self.dataset = build(data, self.tokenizer, exclude=[Path(self.config.output.dir)], progress=progress)
-        return self.dataset.notes.warnings, self.dataset.notes.notes
+        check_vocabulary(self.family, self.dataset)
+        ours = [*option_warnings(self.family, self.config), *length_warnings(self.family, self.dataset)]
+        return [*ours, *self.dataset.notes.warnings], self.dataset.notes.notes
 
     def batches(self, training: TrainingConfig, seed: int) -> TextBatchPlan:
         return TextBatchPlan(self.dataset, training.batch_size, training.gradient_accumulation_steps, seed)
@@ -40,7 +45,8 @@ class Texts(Modality):
         self.loader = TextLoader(self.dataset, desk.seed)
         self.previews = TextPreviews(self.family, self.dataset.template, desk)
         count = len(self.dataset.examples)
-        return desk.encoding, t(pt=f"{count} exemplos em tokens", en=f"{count} examples in tokens")
+        examples = counted(count, t(pt="exemplo", en="example"), t(pt="exemplos", en="examples"))
+        return desk.encoding, t(pt=f"{examples} em tokens", en=f"{examples} in tokens")
 
     def outputs(self, facts: RunFacts, batches: TextBatchPlan) -> TextOutputs:
         return TextOutputs(facts, self.family, batches, self.tokenizer)

@@ -20,6 +20,7 @@ from ..export._lora import Lora
 from ..export.gguf_lora import modelfile, read_gguf_lora, write_gguf_lora
 from ..export.merge import measure_drift, merge
 from ..export.peft_folder import save_peft_folder, verify_peft_folder
+from ..families._lm_base import is_gguf_source
 from ..families.causal_lm import PART, CausalLM
 from ..loop import to_device
 from ..memory._base import MemoryPlan
@@ -30,6 +31,8 @@ from .batches import TextBatchPlan, TextLoader
 from .report import facts as data_facts
 
 log = logging.getLogger(__name__)
+OLLAMA_CONTEXT = 2048
+"""Tokens that Ollama gives a model unasked, or more; a run on shorter rows is no reason to give it less."""
 DRIFT_BATCHES = 4
 """Enough rows to tell rounding from damage, few enough for a CPU."""
 
@@ -42,8 +45,8 @@ class TextOutputs(Outputs):
         self.written: list[Path] = []
 
     def save(self, adapter: Adapter, step: int, *, intermediate: bool) -> list[Path]:
-        """An intermediate result is a PEFT folder (or GGUF where only that was asked for), never a whole model."""
-        names = [name for name in self.formats if name != "merged"]
+        """An intermediate result is never a whole model: where only that was asked for, it is a PEFT folder."""
+        names = [name for name in self.formats if name != "merged"] or ["peft"] * intermediate
         paths = [self._write(adapter, name, step if intermediate else None) for name in names]
         for name in names if intermediate else ():
             for old in self._intermediate(name)[: -self.config.output.keep_last]:
@@ -65,7 +68,7 @@ class TextOutputs(Outputs):
         return lines
 
     def last_good(self) -> str:
-        files = [path for name in self.formats for path in self._intermediate(name)]
+        files = [path for name in ("peft", "gguf") for path in self._intermediate(name)]
         states = sorted(self.run.folder.state.glob("passo-*"))
         found = files or states
         if found:
@@ -93,7 +96,7 @@ class TextOutputs(Outputs):
             base = self.family.source.title()
             write_gguf_lora(_by_module(adapter), self.family.config, path, precision=precision, base=base)
             if step is None:
-                longest = self.config.data.max_length
+                longest = self.config.data.max_length if self.config.data.max_length > OLLAMA_CONTEXT else 0
                 own_gguf = self.family.source.path if self.family.source.path.suffix == ".gguf" else Path("BASE.gguf")
                 write_text(path.parent / "Modelfile", modelfile(str(own_gguf), f"./{path.name}", context=longest))
             return path
@@ -140,6 +143,7 @@ class TextOutputs(Outputs):
             merged = merge(self.family, _by_path(adapter), path)
         self.batches.dataset.template.install(self.tokenizer)
         self.tokenizer.save_pretrained(path)
+        self.written.append(path)
         quantised = self._quantisation()
         for notice in merged.notices(quantised):
             self.run.tell(notice)
@@ -152,10 +156,10 @@ class TextOutputs(Outputs):
         )
 
     def _quantisation(self) -> str | None:
+        if is_gguf_source(self.family.source):
+            return "gguf"
         chosen = self.config.memory.base_quantization
-        if chosen not in ("no", "auto"):
-            return chosen
-        return "gguf" if self.family.source.path.suffix == ".gguf" else None
+        return None if chosen in ("no", "auto") else chosen
 
     def _drift(self, model: nn.ModuleDict, path: Path) -> str:
         loader, dataset = TextLoader(self.batches.dataset, 0), self.batches.dataset

@@ -25,6 +25,10 @@ MEASURES = {"demo_language": "lora_trainer.demo.linguagem.score"}
 """`amostras.medida` -> module with PROMPTS, MAX_TOKENS and behaviour_score(answers)."""
 
 
+TOGETHER = 16
+"""Prompts answered at once."""
+
+
 class TextPreviews:
     """`plan` is set when the model is built, and whenever it changes."""
 
@@ -36,6 +40,8 @@ class TextPreviews:
         self.base_answers: list[str] = []
         self.measure = _measure(self.settings.measure)
         self.score_before: float | None = None
+        self.careful = False
+        """After the first out-of-memory: one answer at a time."""
 
     def draw(self, model: nn.ModuleDict, adapter: Adapter, step: int, folder: RunFolder) -> None:
         """Save `amostras/passo-N.md`; a failure is told and training goes on."""
@@ -77,16 +83,27 @@ class TextPreviews:
         return float(self.measure.behaviour_score(self._answers(model, self.measure.PROMPTS, self.measure.MAX_TOKENS)))
 
     def _answers(self, model: nn.ModuleDict, prompts: Sequence[str], most: int) -> list[str]:
-        return [self._answer(model, prompt, most) for prompt in prompts]
+        """Some together; from the first out-of-memory on, each alone."""
+        if not self.careful:
+            try:
+                parts = [prompts[at : at + TOGETHER] for at in range(0, len(prompts), TOGETHER)]
+                return [answer for part in parts for answer in self._generated(model, part, most)]
+            except Exception as error:
+                if not is_out_of_memory(error) or len(prompts) == 1:
+                    raise
+            self.careful = True
+            free_memory(self.desk.device)
+            self.desk.heard("preview", "alone")
+        return [self._generated(model, [prompt], most)[0] for prompt in prompts]
 
     @torch.no_grad()
-    def _answer(self, model: nn.ModuleDict, prompt: str, most: int) -> str:
+    def _generated(self, model: nn.ModuleDict, prompts: Sequence[str], most: int) -> list[str]:
         tokenizer = self.template.tokenizer
-        text = self.template.render([Turn("user", prompt)], prompt=True)
-        ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+        texts = [self.template.render([Turn("user", prompt)], prompt=True) for prompt in prompts]
+        ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
         with self.plan.step_context():
-            answer = self.family.generate(model, ids, most, self._stops())
-        return str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
+            answers = self.family.generate(model, ids, most, self._stops())
+        return [str(tokenizer.decode(answer, skip_special_tokens=True)).strip() for answer in answers]
 
     def _stops(self) -> list[int]:
         """The end of a text, and what this template ends the assistant's turn with."""

@@ -141,6 +141,7 @@ def histogram_lines(dataset: TextDataset) -> list[str]:
 def step_lines(plan: TextBatchPlan, epochs: int) -> list[str]:
     """examples → rows ÷ (batch × accumulation) = steps."""
     dataset, rows, steps = plan.dataset, plan.rows_per_epoch, plan.steps_per_epoch
+    total = epochs * steps
     draws = counted(dataset.draws_per_epoch, t(pt="exemplo", en="example"), t(pt="exemplos", en="examples"))
     what = t(pt=f"{draws} por época", en=f"{draws} per epoch")
     if dataset.packing:
@@ -159,8 +160,8 @@ def step_lines(plan: TextBatchPlan, epochs: int) -> list[str]:
             f"{counted(steps, 'step', 'steps')} per epoch",
         ),
         t(
-            pt=f"{counted(epochs, 'época', 'épocas')} × {steps} = {epochs * steps} passos do otimizador",
-            en=f"{counted(epochs, 'epoch', 'epochs')} × {steps} = {epochs * steps} optimizer steps",
+            pt=f"{counted(epochs, 'época', 'épocas')} × {steps} = {counted(total, 'passo', 'passos')} do otimizador",
+            en=f"{counted(epochs, 'epoch', 'epochs')} × {steps} = {counted(total, 'optimizer step', 'optimizer steps')}",
         ),
     ]
 

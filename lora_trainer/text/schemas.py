@@ -8,7 +8,7 @@ Not read: images in messages, tool calls.
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -95,7 +95,7 @@ def collect(rows: Rows, config: DataConfig) -> Collected:
     out = Collected(rows=len(rows.rows) + len(rows.bad), files=rows.files, notes=rows.notes)
     bad, joined = list(rows.bad), list[str]()
     for row in rows.rows:
-        fields = {key.strip().lower(): parsed_cell(value) for key, value in row.fields.items()}
+        fields = {name: parsed_cell(value, chat=name in (*CHAT, "history")) for name, value in _lower_case(row)}
         schema = recognise(fields)
         if schema is None or config.text_format not in ("auto", schema):
             bad.append(f"{row.where}: {_unrecognised(row, config.text_format)}")
@@ -121,6 +121,10 @@ def collect(rows: Rows, config: DataConfig) -> Collected:
     if not out.examples:
         raise _nothing_usable(out.notes)
     return out
+
+
+def _lower_case(row: Row) -> Iterator[tuple[str, Any]]:
+    return ((key.strip().lower(), value) for key, value in row.fields.items())
 
 
 def recognise(fields: dict[str, Any]) -> str | None:
@@ -263,5 +267,7 @@ def _unrecognised(row: Row, wanted: str) -> str:
 
 
 def _nothing_usable(notes: Notes) -> DataError:
+    if not notes.excluded:
+        return DataError(t(pt="os arquivos não têm nenhuma linha de dados", en="the files hold no row of data"))
     reasons = "\n".join(f"{reason}: {len(places)} ({naming(places)})" for reason, places in notes.excluded.items())
     return DataError(t(pt=f"nenhum exemplo pode ser usado\n{reasons}", en=f"no example can be used\n{reasons}"))

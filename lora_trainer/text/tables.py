@@ -18,6 +18,8 @@ from .json_rows import FileRows
 _SEPARATOR_LINE = re.compile(r"sep=(.)\n", re.IGNORECASE)
 _QUOTED = re.compile(r'"[^"]*"')
 _LARGEST_CELL = 2**31 - 1
+SAID_BY = frozenset({"role", "from", "speaker", "papel"})
+"""Keys that tell who speaks in a message."""
 
 
 def read_csv(text: str, name: str) -> FileRows:
@@ -38,6 +40,9 @@ def read_csv(text: str, name: str) -> FileRows:
                     _take(cells, header, separator, line, out)
                 else:
                     header = [cell.strip() for cell in cells]
+                    if twice := next((cell for cell in header if cell and header.count(cell) > 1), None):
+                        out.fail(line, t(pt=f"duas colunas se chamam {twice}", en=f"two columns are called {twice}"))
+                        return out
             line = reader.line_num + skipped + 1
     except csv.Error as error:
         out.fail(line, _explained(str(error)))
@@ -102,11 +107,16 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def parsed_cell(value: Any) -> Any:
-    """CSV and Parquet have no lists of messages; people keep them there as JSON text."""
-    if isinstance(value, str) and value.lstrip()[:1] == "[":
-        try:
-            return json.loads(value)
-        except json.JSONDecodeError:
-            return value
-    return value
+def parsed_cell(value: Any, *, chat: bool) -> Any:
+    """CSV and Parquet have no lists of messages; people keep them there as JSON text.
+
+    Outside of a chat's own column, a list is text (the answer "[1, 2]") unless it is plainly of messages.
+    """
+    if not isinstance(value, str) or value.lstrip()[:1] != "[":
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    messages = all(isinstance(item, dict) and not SAID_BY.isdisjoint(item) for item in found)
+    return found if chat or (found and messages) else value

@@ -166,9 +166,12 @@ class TextEncoder:
             if span.last:  # some write EOS after the token that ends the turn
                 learned[closing + 1 :] = ids[closing + 1 :] == self.eos
             return True
+        if span.last:  # EOS comes after it: whatever lies between must be learned too, or EOS is never reached
+            learned[stop:] = True
+            return False
         closed = span.end + len(text[span.end : span.limit].rstrip())
         learned[stop : _token_from(encoding, closed, len(ids))] = True
-        return not span.last
+        return True
 
     # -- plain texts
 

@@ -194,10 +194,10 @@ def test_every_architecture_has_targets(tmp_path: Path) -> None:
         counts[kind] = [
             len(
                 inject(
-                    family.load_model(torch.device("meta"), torch.float32), family, settings, 0, ("diffusers",)
+                    family.load_model(torch.device("meta"), torch.float32), family, settings, 0, ("peft",)
                 ).layers
-            )  # type: ignore[arg-type]
-            for settings in (ModelConfig(lora_targets=name) for name in CausalLM.lora_targets)
+            )
+            for settings in (ModelConfig(lora_targets=name) for name in ("attention", "attention+mlp", "all"))
         ]
     attention = {kind: 2 if kind in ("phi3", "gpt_neox") else 4 for kind in KINDS}
     for kind, (few, more, every) in counts.items():

@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 from helpers.gguf_files import write_model
-from helpers.language import make
+from helpers.language import make, write_base
 from recipe import events, kill_after_step, run, start
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -90,3 +90,48 @@ def test_a_gguf_base_stays_packed(tmp_path: Path) -> None:
     assert run(path, f"modelo.modelo_base={tmp_path / 'base.gguf'}", f"modelo.tokenizador={tmp_path / 'base'}") == 0
     rows = (tmp_path / "saida" / "lora" / "registro.log").read_text(encoding="utf-8")
     assert "q8_0" in rows
+
+
+def test_a_merged_model_of_a_gguf_base_is_a_base_again(tmp_path: Path) -> None:
+    """On the way, where no format but the whole model was asked for, a PEFT folder is kept."""
+    path = make(tmp_path, treino={"epocas": 1}, saida={"formatos": ["merged"], "salvar_cada": 1})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    write_model(tmp_path / "base.gguf", model, "llama", "F32")
+    gguf = [f"modelo.modelo_base={tmp_path / 'base.gguf'}", f"modelo.tokenizador={tmp_path / 'base'}"]
+    assert run(path, *gguf) == 0
+    folder = tmp_path / "saida" / "lora"
+    ids = torch.arange(4, 30)[None]
+    merged = AutoModelForCausalLM.from_pretrained(folder / "lora-merged", dtype=torch.float32)(ids).logits
+    assert (merged - model(ids).logits).abs().max() > 0.1
+    assert peft.PeftModel.from_pretrained(model, str(next(folder.glob("*-passo*-peft"))))
+    assert events(folder, "done")[0]["files"] == ["lora-merged"]
+    assert run(path, f"modelo.modelo_base={folder / 'lora-merged'}", "saida.nome=outro") == 0
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"saida": {"formatos": ["peft", "gguf"]}, "modelo": {"dora": True}}, "não carrega DoRA"),
+        ({"amostras": {"medida": "demo"}}, "a medida demo olha imagens"),
+        ({"modelo": {"treinar_codificador_texto": True}}, "não tem codificador de texto"),
+        ({"modelo": {"modelo_base": "pequeno"}}, "o tokenizador escreve o token"),
+    ],
+)
+def test_what_would_fail_later_is_refused_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sections: dict[str, dict[str, object]], message: str
+) -> None:
+    path = make(tmp_path, **sections)
+    write_base(tmp_path / "pequeno", vocab_size=200)
+    assert run(path) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "saida" / "lora" / "metricas.jsonl").exists()
+
+
+def test_options_without_effect_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make(tmp_path, dados={"espelhar": True}, treino={"epocas": 1, "gama_min_snr": 5})
+    shorter = json.loads((tmp_path / "base" / "config.json").read_text()) | {"max_position_embeddings": 16}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(shorter))
+    assert run(path) == 0
+    told = capsys.readouterr()
+    assert "sem efeito aqui: dados.espelhar, treino.gama_min_snr" in told.out + told.err
+    assert "use dados.comprimento_maximo: 16" in told.out + told.err

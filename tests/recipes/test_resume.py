@@ -185,6 +185,7 @@ def test_a_signal_at_any_time_ends_with_130_and_nothing_lost(tmp_path, straight,
 
 def test_full_disk_for_an_intermediate_file_or_the_plot_does_not_end_the_run(tmp_path, straight, monkeypatch, capsys):
     from lora_trainer import outputs
+    from lora_trainer import run as run_module
     from lora_trainer.errors import MachineError
 
     config, expected = straight
@@ -199,7 +200,7 @@ def test_full_disk_for_an_intermediate_file_or_the_plot_does_not_end_the_run(tmp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(outputs, "save_adapter", full)
-    monkeypatch.setattr(outputs, "plot_metrics", no_plot)
+    monkeypatch.setattr(run_module, "plot_metrics", no_plot)
     assert run(config) == 0
     assert final(tmp_path) == expected
     assert len(events(tmp_path / "saida/lora", "not_saved")) == 3

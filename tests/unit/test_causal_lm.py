@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lora_trainer.config.schema import Config, ModelConfig
-from lora_trainer.errors import SourceError
+from lora_trainer.errors import ConfigError, SourceError
 from lora_trainer.families.causal_lm import PART, SHAPES, CausalLM, shapes
 from lora_trainer.memory._base import MemoryPlan
 from lora_trainer.memory.block_streaming import BlockStreaming
@@ -136,7 +136,10 @@ def test_missing_misshapen_and_foreign_tensors_are_named(tmp_path: Path) -> None
         ({"model_type": "bloom", "n_layer": 1, "hidden_size": 8, "n_head": 2}, "atenção própria"),
         ({"model_type": "novidade"}, "não conhece"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"já está quantizado \(gptq\)"),
+        ({"quantization_config": "gptq"}, r"já está quantizado \(gptq\)"),
         ({"hidden_size": 63}, "config.json"),
+        ({"hidden_act": "nenhuma"}, r"config\.json não descreve um modelo llama: 'nenhuma'"),
+        ({"rope_parameters": {"rope_type": "outra"}}, r"config\.json não descreve um modelo llama: 'outra'"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_weights_are_read(
@@ -146,6 +149,20 @@ def test_what_cannot_be_trained_is_refused_before_weights_are_read(
     _config(tmp_path, **changes)
     with pytest.raises(SourceError, match=message):
         open_tiny(tmp_path)
+
+
+def test_the_type_alone_tells_a_language_model(tmp_path: Path) -> None:
+    """Config files need not name a class: transformers goes by model_type."""
+    save_tiny(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "architectures"}))
+    assert CausalLM.recognise(open_source(str(tmp_path))) == 1.0
+
+
+def test_a_text_encoder_cannot_be_trained_beside_it(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    with pytest.raises(ConfigError, match="codificador de texto"):
+        open_tiny(tmp_path, train_text_encoder=True)
 
 
 def test_a_single_file_needs_a_config(tmp_path: Path) -> None:
@@ -160,16 +177,25 @@ def test_a_single_file_needs_a_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["llama_tied", "gemma2", "qwen3_moe", "mistral"])
 def test_generates_what_transformers_generates_and_trains_on(tmp_path: Path, kind: str) -> None:
     save_tiny(tmp_path, kind, gain=1.0)
-    family, prompt = open_tiny(tmp_path), texts(6)[0]
+    family, prompts = open_tiny(tmp_path), [texts(6)[0], texts(11, seed=3)[0]]
     plan = MemoryPlan((EmbeddingOffload(), BlockStreaming(), GradientCheckpointing()))
     model = family.load_model(CPU, torch.float32, prepare=lambda m: plan.convert(m, family.blocks(m)))
     plan.wrap(model, family.blocks(model))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    expected = reference.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=[95, 94])
     before = family.loss(model.train(), batch_of([texts(9)[0]]))
-    assert family.generate(model, prompt, 12, [95, 94]) == expected[0, 6:].tolist()
+    free = [_alone(reference, prompt, [95, 94]) for prompt in prompts]
+    stop = [free[0][4], 95]  # the first prompt ends where the second does not
+    expected = [_alone(reference, prompt, stop) for prompt in prompts]
+    assert len(expected[0]) < len(expected[1])
+    assert family.generate(model, prompts, 12, stop) == expected
+    assert family.generate(model, prompts[:1], 12, stop) == expected[:1]
     assert torch.equal(family.loss(model, batch_of([texts(9)[0]])), before)
     assert model.training
+
+
+def _alone(reference: Any, prompt: list[int], stop: list[int]) -> list[int]:
+    out = reference.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=stop)
+    return out[0, len(prompt) :].tolist()
 
 
 BILLIONS = {

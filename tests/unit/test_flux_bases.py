@@ -103,6 +103,10 @@ def test_a_quantiser_takes_a_stored_base_further_down(bases):
         layer: Any = model["transformer"].transformer_blocks[0].ff.net[2]
         assert layer.packing.title == title, "int8 would not be smaller than fp8"
         assert torch.isfinite(layer.unpacked()).all()
+    family = opened(bases["gguf"][0])
+    model = family.load_model(CPU, torch.bfloat16, prepare=lambda m: Quantize4bit().convert(m, family.blocks(m)))
+    kept: Any = model["transformer"].transformer_blocks[0].ff.net[2]
+    assert kept.packing.title == "q8_0", "a GGUF stays packed as it is"
 
 
 def test_a_4_bit_folder_is_read_bit_for_bit(tmp_path):

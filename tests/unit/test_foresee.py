@@ -196,7 +196,7 @@ def test_plano_for_people(config: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert cli.main(["plano", "--config", str(config), "--vram", "6"]) == 0
     said = capsys.readouterr().out
     for part in ("cache das legendas", "passo de volta", "de 6.00 GiB: cabe", "8 passos (3 imagens)", "RAM ao lado",
-                 "disco: cerca de", "se faltar memória no meio do treino", "1 imagem(ns) por vez"):  # fmt: skip
+                 "disco: cerca de", "se faltar memória no meio do treino", "1 exemplo(s) por vez"):  # fmt: skip
         assert part in said
     assert cli.main(["plan", "--config", str(config), "--vram", "6", "--lang", "en"]) == 0
     said = capsys.readouterr().out

@@ -1,6 +1,9 @@
 """A merged folder is a model that transformers loads and that answers as base and adapter did; RAM stays with one tensor."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from lora_trainer.adapters import inject
 from lora_trainer.config.schema import ModelConfig
 from lora_trainer.errors import MachineError
+from lora_trainer.export._folders import new_folder
 from lora_trainer.export.merge import measure_drift, merge
 from lora_trainer.memory._base import MemoryPlan
 from lora_trainer.memory.block_streaming import BlockStreaming
@@ -91,6 +95,17 @@ def test_ram_holds_one_tensor(tmp_path: Path) -> None:
     with MemoryTracker() as tracker:
         merge(family, lora, tmp_path / "merged", torch.float32)
     assert tracker.host_peak + tracker.peak < 7 * largest < total
+
+
+def test_what_a_killed_process_left_half_written_goes(tmp_path: Path) -> None:
+    """Gigabytes, of a merged model; what a living process writes stays."""
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for pid in (dead.pid, os.getppid()):
+        (tmp_path / f".antes-merged.{pid}.tmp").mkdir()
+    with new_folder(tmp_path / "novo"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f".antes-merged.{os.getppid()}.tmp", "novo"]
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,15 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
 from tiny_language_models import open_tiny, save_tiny
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lora_trainer.adapters import Adapter, inject
 from lora_trainer.config.schema import ModelConfig
-from lora_trainer.errors import DivergedError, MachineError
+from lora_trainer.errors import DivergedError, MachineError, SourceError
 from lora_trainer.export.peft_folder import PART, read_peft_folder, save_peft_folder, verify_peft_folder
 from lora_trainer.families.causal_lm import CausalLM
 
@@ -141,3 +142,42 @@ def test_verifies_on_streamed_packed_blocks_too(tmp_path: Path) -> None:
     folder = save_peft_folder(model, adapter, family, tmp_path / "lora", "fp32", {})
     assert verify_peft_folder(model, adapter, folder, family.probe).output_difference < 1e-5
     assert model[PART].get_submodule("model.layers.0.self_attn.q_proj").lora_A["default"].weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"use_rslora": True}, {"alpha_pattern": {"q_proj": 32, "layers.1.mlp.up_proj": 1}}, {"alpha_pattern": {r".*\.0\..*": 2}}],
+)
+def test_strengths_are_read_as_peft_reads_them(tmp_path: Path, options: dict[str, Any]) -> None:
+    made = _made_by_peft(tmp_path, **options)
+    strengths = {name: m.scaling["default"] for name, m in made.named_modules() if isinstance(m, LoraLayer)}
+    read = read_peft_folder(tmp_path / "lora")
+    assert {f"base_model.model.{path.removeprefix(f'{PART}.')}": m.scale for path, m in read.items()} == strengths
+
+
+@pytest.mark.parametrize(
+    "options", [{"modules_to_save": ["lm_head"]}, {"target_modules": ["q_proj", "embed_tokens"]}, {"bias": "all"}]
+)
+def test_what_else_peft_trained_is_not_left_out_unsaid(tmp_path: Path, options: dict[str, Any]) -> None:
+    _made_by_peft(tmp_path, **options)
+    with pytest.raises(SourceError, match="pesos que não treino"):
+        read_peft_folder(tmp_path / "lora")
+
+
+def test_half_a_module_is_named(tmp_path: Path) -> None:
+    _made_by_peft(tmp_path)
+    path = tmp_path / "lora" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file({key: x for key, x in tensors.items() if "layers.1.self_attn.q_proj.lora_B" not in key}, path)
+    with pytest.raises(SourceError, match=r"lora_A ou lora_B de .*layers\.1\.self_attn\.q_proj"):
+        read_peft_folder(tmp_path / "lora")
+
+
+def _made_by_peft(folder: Path, **options: Any) -> peft.PeftModel:
+    biased = options.get("bias") is not None
+    save_tiny(folder / "base", "qwen2" if biased else "llama", gain=1.0)
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], **options}
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **config))
+    model.save_pretrained(folder / "lora")
+    return model

@@ -11,11 +11,14 @@ from lora_trainer import cli
 from lora_trainer.config import effective, presets
 from lora_trainer.config.loading import Loaded, load
 from lora_trainer.errors import ErrorReport, SourceError
-from lora_trainer.memory.presets import Predicted, write_peaks
+from lora_trainer.memory.presets import SHAPES, Predicted, write_peaks
 from lora_trainer.picker import preset_budget
 
 ROOT = Path(__file__).parents[2]
-FAMILIES = ("sd15", "sdxl")
+FAMILIES = ("sd15", "sdxl", "causal_lm")
+IMAGES = ("sd15", "sdxl")
+TRAINED = {"sd15": (4, (512, 512), 2048), "sdxl": (4, (1024, 1024), 2048), "causal_lm": (16, (512, 512), 2048)}
+"""Effective batch, resolution, length."""
 OFFLOAD = ("memory", "activation_offload")
 
 
@@ -48,23 +51,39 @@ def problems(path: Path, *overrides: str) -> str:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", presets.names())
 def test_a_preset_is_a_config_by_itself(name: str, family: str, folder: Path) -> None:
-    arguments = ["modelo.modelo_base=dono/modelo", f"dados.diretorio_dados={folder}", f"modelo.familia={family}"]
+    base = "dono/modelo" if family in IMAGES else ROOT / "lora_trainer/families/shapes/llama-3.2-1b"
+    arguments = [f"modelo.modelo_base={base}", f"dados.diretorio_dados={folder}", f"modelo.familia={family}"]
     loaded = load(presets.path_of(name), arguments)
     assert loaded.notices == []
     assert (loaded.preset, loaded.family) == (name, family)
     assert loaded.config.memory.preset == name
-    assert loaded.origins["dados.resolucao"].startswith(f"{name}.yaml:")
+    size = "resolucao" if family in IMAGES else "comprimento_maximo"
+    assert loaded.origins[f"dados.{size}"].startswith(f"{name}.yaml:")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_presets_of_a_family_train_the_same_thing(family: str) -> None:
-    """Results stay comparable: same effective batch, resolution, rank and 16-bit base."""
+    """Results stay comparable: same effective batch, resolution or length, rank and 16-bit base."""
     seen = set()
     for name in presets.names():
         config = load(None, [f"modelo.familia={family}", f"memoria.preset={name}"], required=()).config
         batch = config.training.batch_size * config.training.gradient_accumulation_steps
-        seen.add((batch, config.data.resolution, config.model.lora_rank, config.memory.base_quantization))
-    assert seen == {(4, (512, 512) if family == "sd15" else (1024, 1024), 16, "no")}
+        data, bits = config.data, config.memory.base_quantization
+        seen.add((batch, data.resolution, data.max_length, config.model.lora_rank, bits))
+    assert seen == {(*TRAINED[family], 16, "no")}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values())
+def test_all_sizes_of_language_models_train_the_same_thing(shape: str) -> None:
+    """But for the base's bits: the larger the card, the more."""
+    bits, batches = [], set()
+    for name in presets.names():
+        config = load(None, [f"modelo.arquitetura={shape}", f"memoria.preset={name}"], required=()).config
+        batches.add(config.training.batch_size * config.training.gradient_accumulation_steps)
+        bits.append(config.memory.base_quantization)
+    assert batches == {16}
+    assert bits == sorted(bits)  # nf4 before no
+    assert bits[0] == ("no" if shape in ("qwen3-1.7b", "qwen3-4b") else "nf4")
 
 
 @pytest.mark.parametrize("name", presets.names())
@@ -72,11 +91,13 @@ def test_every_family_has_its_section_and_its_peak_line(name: str) -> None:
     text = presets.path_of(name).read_text(encoding="utf-8")
     for family in FAMILIES:
         assert f"\n  {family}:" in text
-    assert len(re.findall(r"# pico simulado: \d+\.\d\d GiB com o contexto CUDA; sobram \d", text)) >= len(FAMILIES)
+    peaks = re.findall(r"# pico simulado: \d+\.\d\d GiB com o contexto CUDA; sobram \d", text)
+    assert len(peaks) == len(IMAGES) + len(re.findall(r"^      \d+b:", text, re.MULTILINE))
+    assert len(peaks) >= len(IMAGES) + len(SHAPES) - (name == "4gb")  # which holds no 32B of rank 16
     assert f"{preset_budget(name) / 2**30:.1f} GiB" in text
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", IMAGES)
 def test_shipped_examples_load(family: str, folder: Path) -> None:
     arguments = ["modelo.modelo_base=dono/modelo", f"dados.diretorio_dados={folder}", f"saida.diretorio={folder}/s"]
     loaded = load(ROOT / "configs" / f"{family}.yaml", [*arguments, f"modelo.familia={family}"])
@@ -87,7 +108,7 @@ def test_shipped_examples_load(family: str, folder: Path) -> None:
     assert with_preset.config.memory.preset == "auto"  # the example's own word
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", IMAGES)
 def test_what_the_examples_comment_out_is_valid_too(family: str, folder: Path) -> None:
     """Each commented option, switched on, is known and has a valid value (its path apart)."""
     lines = (ROOT / "configs" / f"{family}.yaml").read_text(encoding="utf-8").splitlines()
@@ -188,6 +209,33 @@ def test_family_sections_work_in_the_users_own_file(folder: Path) -> None:
     assert load(folder / "meu.yaml", ["treino.epocas=9"]).config.training.epochs == 9
 
 
+def test_sizes_of_a_family_go_by_the_bases_parameters(folder: Path) -> None:
+    text = "familias:\n  causal_lm:\n    treino: {epocas: 2}\n    tamanhos:\n"
+    text += "      10b: {treino: {epocas: 4}}\n      1.5b: {training: {epochs: 3}}\n"
+    path = write(folder, text)
+    for shape, epochs in (("llama-3.2-1b", 3), ("qwen3-1.7b", 4), ("llama-3.1-8b", 4), ("qwen3-14b", 4)):
+        loaded = load(path, [f"modelo.arquitetura={shape}"], required=())
+        assert loaded.config.training.epochs == epochs, shape
+    assert loaded.origins["treino.epocas"] == "meu.yaml:5"
+    assert load(path, ["modelo.familia=causal_lm"], required=()).config.training.epochs == 2  # of no known size
+    assert load(path, ["modelo.familia=causal_lm", "treino.epocas=9"], required=()).config.training.epochs == 9
+
+
+def test_parameters_are_counted_without_torch(folder: Path) -> None:
+    from helpers.gguf_files import tiny_model, write_model
+    from tiny_language_models import save_tiny
+
+    model = save_tiny(folder / "m", "llama_tied", shard_bytes=50_000)
+    real = sum(p.numel() for p in model.parameters()) / 1e9
+    assert presets.size_of(str(folder / "m")) == pytest.approx(real)
+    for path in (folder / "m").glob("*.safetensors*"):
+        path.unlink()
+    assert presets.size_of(str(folder / "m")) == pytest.approx(real, rel=0.02)  # its config alone
+    other = tiny_model("qwen3moe")
+    gguf = write_model(folder / "base.gguf", other, "qwen3moe", "Q8_0")
+    assert presets.size_of(str(gguf)) == pytest.approx(sum(p.numel() for p in other.parameters()) / 1e9, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -196,6 +244,10 @@ def test_family_sections_work_in_the_users_own_file(folder: Path) -> None:
         ("familias: {sd15: {trieno: {epocas: 1}}}", "chave desconhecida `trieno`"),
         ("familias: [sd15]", "espera famílias com suas seções abaixo"),
         ("familias: {sd15: {treino: {epocas: 1, epochs: 2}}}", "são a mesma opção"),
+        ("familias: {causal_lm: {tamanhos: {grande: {treino: {epocas: 1}}}}}", "espera tamanhos em bilhões"),
+        ("familias: {causal_lm: {tamanhos: {}}}", "espera tamanhos em bilhões"),
+        ("familias: {causal_lm: {tamanhos: {4b: {treino: {epoca: 1}}}}}", "você quis dizer `epocas`?"),
+        ("familias: {causal_lm: {tamanhos: {4b: {tamanhos: {2b: {}}}}}}", "chave desconhecida `tamanhos`"),
     ],
 )
 def test_what_is_wrong_in_a_family_section_is_told(text: str, expected: str, folder: Path) -> None:

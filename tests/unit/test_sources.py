@@ -182,6 +182,15 @@ def test_sharded_weights_and_a_missing_shard(tmp_path: Path) -> None:
         source.weight_files("unet")
 
 
+@pytest.mark.parametrize("places", [None, {}, ["a-1.safetensors"], {"x": 7}])
+def test_an_index_that_names_no_files_is_told(tmp_path: Path, places: object) -> None:
+    source = open_source(str(component(tmp_path, "a-1.safetensors", "a-2.safetensors")))
+    index = tmp_path / "unet" / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(SourceError, match="weight_map"):
+        source.weight_files("unet")
+
+
 def test_a_component_with_pickled_weights_only_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="pickle"):
         open_source(str(component(tmp_path, "diffusion_pytorch_model.bin"))).weight_files("unet")

@@ -175,6 +175,20 @@ def test_an_open_quote_in_a_csv_is_told_where_it_opens(tmp_path: Path) -> None:
     assert "d.csv:3: uma aspa aberta" in refusal(tmp_path / "d.csv", 'text\nok\n"aberta\nresto\nresto\n')
 
 
+def test_two_columns_of_one_name_are_told(tmp_path: Path) -> None:
+    assert "d.csv:1: duas colunas se chamam prompt" in refusal(tmp_path / "d.csv", "prompt,prompt,completion\na,b,c\n")
+
+
+def test_a_csv_of_a_header_only_is_told(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("prompt,completion\n")
+    with pytest.raises(DataError, match="nenhuma linha de dados"):
+        dataset(tmp_path / "d.csv", tokenizer())
+
+
+def test_a_number_that_python_does_not_read_is_told(tmp_path: Path) -> None:
+    assert "d.jsonl:2: um número de milhares" in refusal(tmp_path / "d.jsonl", '{"text": "a"}\n{"text": ' + "9" * 5000 + "}")
+
+
 def test_messages_in_a_csv_cell(tmp_path: Path) -> None:
     cell = json.dumps([{"role": "user", "content": "oi"}, {"role": "assistant", "content": "olá"}]).replace('"', '""')
     (tmp_path / "d.csv").write_text(f'id,messages\n1,"{cell}"\n')

@@ -131,6 +131,17 @@ def test_unknown_columns_stop_with_what_was_expected(row: dict[str, Any], tmp_pa
     assert "instruction + output" in told
 
 
+@pytest.mark.parametrize("answer", ["[1, 2, 3]", '[{"name": "soma", "arguments": {"a": 1}}]', "[música]", "[" * 5000])
+def test_an_answer_that_looks_like_json_is_text(answer: str, tmp_path: Path) -> None:
+    """Code and tool calls are answered so."""
+    assert turns(tmp_path, {"prompt": "liste", "completion": answer}) == [("user", "liste"), ("assistant", answer)]
+
+
+def test_messages_in_a_cell_of_prompt_and_completion(tmp_path: Path) -> None:
+    row = {"prompt": '[{"role": "user", "content": "oi"}]', "completion": '[{"role": "assistant", "content": "olá"}]'}
+    assert turns(tmp_path, row) == [("user", "oi"), ("assistant", "olá")]
+
+
 def test_a_chosen_format_is_held_to(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="formato_texto") as error:
         collected(tmp_path, C04, text_format="sharegpt")

@@ -1,0 +1,103 @@
+"""What a language run checks beyond its rows, before anything is loaded: options that it cannot keep or will not look at,
+and whether tokenizer and model belong together."""
+
+import torch
+
+from ..adapters import find_targets
+from ..config.names import shown
+from ..config.schema import Config
+from ..errors import ConfigError, SourceError, t
+from ..export.gguf_lora import check_gguf_lora
+from ..families._lm_base import is_gguf_source
+from ..families.causal_lm import PART, CausalLM
+from .dataset import TextDataset
+
+OF_IMAGES = {
+    "model": "vae prediction_type clip_skip conv_rank conv_alpha",
+    "data": "trigger caption_column uncaptioned bad_images min_side max_pixels buckets upscale flip crop crop_variants "
+    "background separator shuffle_captions keep_tags keep_separator tag_dropout caption_dropout caption_variants "
+    "max_caption_tokens cache_text_encoder mask mask_dir unmasked_weight regularization_dir prior_weight",
+    "training": "text_encoder_learning_rate loss huber_delta min_snr_gamma debiased noise_offset zero_terminal_snr "
+    "timestep_min timestep_max",
+    "samples": "negative_prompt steps guidance resolution",
+}
+"""Options that only image models look at. Sizes and the VAE's memory are left out: presets set them for all."""
+
+
+def check_options(family: CausalLM, config: Config) -> None:
+    """ConfigError or UserError for what would fail only when the training is over, or not at all."""
+    if config.samples.measure == "demo":
+        raise ConfigError(
+            t(pt="a medida demo olha imagens; este é um modelo de linguagem", en="the measure demo looks at images"),
+            t(pt="use demo_linguagem, ou apague a linha", en="use demo_language, or delete the line"),
+            shown("samples", "measure"),
+        )
+    if "gguf" in family.chosen_formats(config.output.formats):
+        model = family.load_model(torch.device("meta"), torch.bfloat16)
+        paths = [path.removeprefix(f"{PART}.") for path in find_targets(model, family, config.model, ("gguf",))]
+        check_gguf_lora(paths, family.config, dora=config.model.dora)
+
+
+def option_warnings(family: CausalLM, config: Config) -> list[str]:
+    """Options with a value of the user's own that changes nothing here."""
+    unread = [
+        shown(section, name)
+        for section, names in OF_IMAGES.items()
+        for name in names.split()
+        if getattr(getattr(config, section), name) != type(getattr(config, section)).model_fields[name].default
+    ]
+    warnings = []
+    if unread:
+        listed = ", ".join(unread)
+        warnings.append(t(pt=f"só para modelos de imagem, sem efeito aqui: {listed}", en=f"of no effect here: {listed}"))
+    if config.data.packing == "yes" and not family.packs:
+        kind, name = family.config.model_type, shown("data", "packing")
+        warnings.append(
+            t(
+                pt=f"{name}: sim não tem efeito: {kind} tem camadas em que textos da mesma linha se misturariam",
+                en=f"{name}: yes has no effect: {kind} has layers in which texts of one row would mix",
+            )
+        )
+    if is_gguf_source(family.source) and config.memory.base_quantization not in ("auto", "no"):
+        name, value = shown("memory", "base_quantization"), config.memory.base_quantization
+        warnings.append(
+            t(
+                pt=f"{name}: {value} não tem efeito: uma base GGUF fica nos blocos do próprio arquivo",
+                en=f"{name}: {value} has no effect: a GGUF base stays in its file's own blocks",
+            )
+        )
+    return warnings
+
+
+def check_vocabulary(family: CausalLM, dataset: TextDataset) -> None:
+    """SourceError for tokens that the model has no embedding of."""
+    highest = max(int(example.input_ids.max()) for example in (*dataset.examples, *dataset.validation))
+    known = int(family.config.vocab_size)
+    if highest >= known:
+        raise SourceError(
+            t(
+                pt=f"o tokenizador escreve o token {highest}, e o modelo só tem {known}: não são um do outro",
+                en=f"the tokenizer writes token {highest}, and the model has only {known}: they do not belong together",
+            ),
+            t(
+                pt="use o tokenizador do próprio modelo (modelo.tokenizador, ou os arquivos tokenizer* da pasta dele)",
+                en="use the model's own tokenizer (model.tokenizer, or the tokenizer* files of its folder)",
+            ),
+            family.source.what,
+        )
+
+
+def length_warnings(family: CausalLM, dataset: TextDataset) -> list[str]:
+    """Examples longer than the model was made for."""
+    limit = getattr(family.config, "max_position_embeddings", None)
+    longest = max(dataset.lengths)
+    if not limit or longest <= limit:
+        return []
+    return [
+        t(
+            pt=f"o maior exemplo tem {longest} tokens, e o modelo foi feito para até {limit}: além disso ele responde mal; "
+            f"use dados.comprimento_maximo: {limit}",
+            en=f"the longest example has {longest} tokens, and the model was made for up to {limit}: beyond that it answers "
+            f"badly; use data.max_length: {limit}",
+        )
+    ]
