@@ -38,6 +38,8 @@ IMAGE_GGUF = ("flux", "sd1", "sdxl", "sd3", "aura", "ltxv", "hyvid", "wan", "qwe
 
 
 T5_GGUF = ("t5", "t5encoder")
+TRANSFORMERS = (Kind.FLUX, Kind.FLUX2, Kind.CHROMA, Kind.SD3, Kind.DIT)
+"""What is told by its tensors in GGUF too; UNets are not read from there."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +125,11 @@ class Source:
         if self.kind == "folder":
             return classify_folder(self.config)
         kind = classify(self.tensors)
-        if self.gguf is not None and kind is Kind.UNKNOWN:
-            if self.gguf.architecture in T5_GGUF:
-                return Kind.T5
-            return Kind.UNKNOWN if self.gguf.architecture in IMAGE_GGUF else Kind.LANGUAGE_MODEL
-        return kind
+        if self.gguf is None or kind in TRANSFORMERS:
+            return kind
+        if self.gguf.architecture in T5_GGUF:
+            return Kind.T5
+        return Kind.UNKNOWN if self.gguf.architecture in IMAGE_GGUF else Kind.LANGUAGE_MODEL
 
     def title(self) -> str:
         """The name people know it by."""

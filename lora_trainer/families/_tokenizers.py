@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import transformers.utils.logging
-from transformers import BatchEncoding, CLIPTokenizer, T5Tokenizer
+from transformers import BatchEncoding, CLIPTokenizer, T5TokenizerFast
 
 from ..config.names import shown
 from ..demo.tokenizer import vocabulary
@@ -121,7 +121,7 @@ def find_t5_tokenizer(source: Source, folder: str | None, sub: str) -> Any:
 def _load_t5(folder: Path) -> Any:
     try:
         with _quiet():
-            tokenizer = T5Tokenizer.from_pretrained(str(folder), local_files_only=True)
+            tokenizer = T5TokenizerFast.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise _unusable(folder, str(error)) from error
     if len(set(tokenizer("a b c d", add_special_tokens=False).input_ids)) < 4:

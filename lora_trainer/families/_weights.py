@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -179,6 +180,9 @@ class Component:
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Host memory that `load` needs, but for one tensor."""
+        if self.as_stored and self.has_weights:
+            stored = (self.weights.header[key] for key in self.used_keys())
+            return sum(min(info.nbytes, prod(info.shape) * dtype.itemsize) for info in stored)
         return sum(value.numel() for value in self.skeleton().state_dict().values()) * dtype.itemsize
 
     @property

@@ -77,12 +77,14 @@ def test_every_layout_gives_its_weights(bases, kind):
 @pytest.mark.parametrize("kind", ["fp8", "fp8_scaled", "gguf"])
 def test_what_is_stored_in_few_bits_stays_so(bases, kind):
     options, _ = bases[kind]
-    model = opened(options).load_model(CPU, torch.bfloat16)
+    family = opened(options)
+    model = family.load_model(CPU, torch.bfloat16)
     layers = [m for m in model["transformer"].modules() if isinstance(m, torch.nn.Linear)]
     assert all(hasattr(layer, "packed") for layer in layers)
     stored = sum(t.nbytes for layer in layers for t in layer.packed())
     count = sum(layer.weight_shape.numel() for layer in layers)
     assert stored < 1.2 * count, "about a byte a weight"
+    assert family.components["transformer"].num_bytes(torch.bfloat16) < 1.3 * count, "what a run on the CPU must have free"
     if kind == "fp8":
         name = "double_blocks.0.img_attn.qkv.weight"
         raw = load_file(options["base_model"])[name].bfloat16()
@@ -175,6 +177,11 @@ def test_schnell_is_told(tmp_path):
     family = opened(options)
     assert any("schnell" in notice for notice in family.notices)
     assert family.tokens == 256
+
+
+def test_a_text_encoder_in_the_base_slot_is_told_its_place(bases):
+    with pytest.raises(SourceError, match="cabe em modelo"):
+        opened({"base_model": bases["fp32"][0]["text_encoder_2"]})
 
 
 def test_other_flux_models_are_not_taken_for_flux_1(tmp_path):
