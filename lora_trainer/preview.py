@@ -16,9 +16,10 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import nn
 
 from .adapters import Adapter
+from .config.names import shown
 from .config.schema import Config
 from .data.encode import Encoder
-from .errors import t
+from .errors import ConfigError, t
 from .families._base import Example, ImageFamily, Sampling
 from .memory._base import MemoryPlan
 from .memory.attention_slicing import slice_where_unfused
@@ -189,6 +190,12 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def _measure(name: str | None) -> Any:
     if name is None:
         return None
+    if name not in MEASURES:
+        raise ConfigError(
+            t(pt=f"{name} é uma medida de modelos de linguagem", en=f"{name} is a measure of language models"),
+            t(pt=f"use {', '.join(MEASURES)} ou retire a chave", en=f"use {', '.join(MEASURES)} or remove the key"),
+            shown("samples", "measure"),
+        )
     import importlib
 
     return importlib.import_module(MEASURES[name])

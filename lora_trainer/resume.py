@@ -21,6 +21,7 @@ def resume_options(config: Config, seed: int) -> dict[str, Any]:
     training = config.training.model_dump(mode="json", exclude=set(FREE))
     flat = {f"model.{name}": value for name, value in model.items()}
     flat |= {f"training.{name}": value for name, value in training.items()}
+    flat["memory.base_quantization"] = config.memory.base_quantization
     return {**flat, "system.seed": seed, "data.resolution": list(config.data.resolution)}
 
 
@@ -45,8 +46,8 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def data_changed() -> str:
     return t(
-        pt="as imagens, legendas ou buckets mudaram desde o estado salvo; a ordem daqui em diante é a do conjunto novo",
-        en="images, captions or buckets changed since the state was saved; from here on the order is the new set's",
+        pt="os dados mudaram desde o estado salvo; a ordem daqui em diante é a do conjunto novo",
+        en="the data changed since the state was saved; from here on the order is the new set's",
     )
 
 

@@ -27,7 +27,7 @@ from .modality import Desk, RunFacts
 from .picker import Choice, settle
 from .planning import Planning
 from .plot import plot_metrics
-from .progress import Metrics, Phases, Terminal, peak_resident_bytes, write_json
+from .progress import Metrics, Phases, Terminal, gib, peak_resident_bytes, write_json
 from .run_folder import Lock, RunFolder, check, claim
 from .setup import Setup, Target
 from .tracker import MemoryTracker
@@ -261,6 +261,8 @@ class Run:
         files = [path.name for path in training.outputs.written]
         self.metrics.event("done", step=self.total, files=files, peak_rss=peak_resident_bytes())
         self.plot()
+        peak = gib(peak_resident_bytes())
+        self.terminal.say(t(pt=f"pico de RAM do processo: {peak}", en=f"peak RAM of the process: {peak}"))
         for line in lines:
             self.terminal.say(line, style="green")
 

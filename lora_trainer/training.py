@@ -185,6 +185,8 @@ class Training:
     def loop(self, start: int) -> None:
         """All steps from `start` (optimizer steps already made) to the last, and what is due between them."""
         step, self.last_state = start, time.monotonic()
+        if start == 0 and self.batches.dataset.validation:
+            self._sheltered("validation", 0, lambda: self.validate(0))
         with self.terminal.bar(t(pt="treino", en="training"), self.total, start) as bar:
             while step < self.total:
                 before = time.monotonic()

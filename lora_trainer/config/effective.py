@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from ..atomic import replacing
-from ..errors import t
+from ..errors import MachineError, t
 from . import names
 from .loading import Loaded
 from .names import Option
@@ -31,15 +31,22 @@ def dump(config: Config, origins: Mapping[str, str], title: str = "") -> str:
 
 
 def write(loaded: Loaded, path: Path) -> None:
-    """Write atomically: the file is the old one or the new one, never half."""
+    """Write atomically: the file is the old one or the new one, never half. Raises MachineError."""
     title = t(
         pt=f"Configuração efetiva de {loaded.name}; cada comentário diz de onde veio o valor.",
         en=f"Effective config of {loaded.name}; each comment tells where the value came from.",
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(path)
-    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8", newline="\n") as file:
-        file.write(dump(loaded.config, loaded.origins, title))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(path)
+        with replacing(path) as temporary, open(temporary, "w", encoding="utf-8", newline="\n") as file:
+            file.write(dump(loaded.config, loaded.origins, title))
+    except OSError as error:
+        raise MachineError(
+            t(pt=f"não consegui gravar a configuração efetiva: {error}", en=f"cannot write the effective config: {error}"),
+            t(pt="libere espaço ou mude saida.diretorio", en="free some space or change output.dir"),
+            str(path),
+        ) from error
 
 
 def _remove_leftovers(path: Path) -> None:

@@ -113,6 +113,9 @@ def _check(path: str, expected: str, entry: Entry) -> Problem | None:
         return _unwritable(path, entry)
     if not os.path.exists(path):
         hint = near_matches(Path(path))
+        if entry.option.key == ("model", "architecture"):
+            names = ", ".join(sorted(shape.name for shape in SHAPES.iterdir() if shape.is_dir()))
+            hint = t(pt=f"uma pasta, ou um destes nomes: {names}", en=f"a folder, or one of these names: {names}")
         return _problem(entry, path, t(pt="não existe", en="does not exist"), hint)
     if expected == "folder" and not os.path.isdir(path):
         return _problem(

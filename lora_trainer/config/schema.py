@@ -496,7 +496,7 @@ class OutputConfig(Section):
     formats: list[Literal["auto", "kohya", "diffusers", "peft", "merged", "gguf"]] = option(
         ["auto"], pt="formatos", min_length=1,
         doc_pt="De imagem: kohya (A1111, Forge, ComfyUI, diffusers; o usual) e diffusers. De linguagem: peft (o usual), "
-        "gguf (llama.cpp, Ollama) e unido (o modelo inteiro em 16 bits com o LoRA dentro).",
+        "gguf (llama.cpp, Ollama) e merged (o modelo inteiro em 16 bits com o LoRA dentro).",
         doc_en="Of images: kohya (A1111, Forge, ComfyUI, diffusers; the usual one) and diffusers. Of language: peft (the "
         "usual one), gguf (llama.cpp, Ollama) and merged (the whole 16-bit model with the LoRA in it).")
     precision: Literal["fp16", "bf16", "fp32"] = option(

@@ -110,14 +110,17 @@ class GgufBase(Base):
 
     def __init__(self, source: Source, *, unpacked: bool = False) -> None:
         from ..gguf import config, names, reader
+        from ..memory.packed_gguf import unpacked_notice, unsupported_kinds
 
-        self.source, self.unpacked = source, unpacked
+        self.source = source
         self.file = reader.open_gguf(source.path, source.what)
         self.config = config.transformers_config(self.file, source.what)
         model = _lm_weights.build(self.config, torch.bfloat16)
         _check_trainable(model, source)
         self.places = names.places(self.file, {k: tuple(v.shape) for k, v in model.state_dict().items()}, source.what)
-        self.notices: list[str] = []
+        kinds = unsupported_kinds(self.file, self.places)
+        self.unpacked = unpacked or bool(kinds)
+        self.notices = [unpacked_notice(self.file, kinds)] if kinds else []
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         from ..memory.packed_gguf import pack_model
@@ -285,20 +288,28 @@ def _unused_notice(unused: list[str]) -> list[str]:
     ]
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+
 def load_tokenizer(where: Path, source: Source) -> Any:
+    """From a folder: the base's, or the one that the user names."""
     from transformers import AutoTokenizer
 
+    own = where == source.path
     try:
         return AutoTokenizer.from_pretrained(str(where), local_files_only=True)
     except Exception as error:  # each tokenizer class has its own ways to refuse
+        cause = (str(error).splitlines() or [type(error).__name__])[0]
+        if not any((where / name).is_file() for name in TOKENIZER_FILES):
+            cause = t(pt="a pasta não tem tokenizer.json", en="the folder has no tokenizer.json")
         raise SourceError(
             t(
-                pt=f"não consegui carregar o tokenizador de {where}: {str(error).splitlines()[0]}",
-                en=f"cannot load the tokenizer of {where}: {str(error).splitlines()[0]}",
+                pt=f"não consegui carregar o tokenizador de {where}: {cause}",
+                en=f"cannot load the tokenizer of {where}: {cause}",
             ),
             t(
                 pt="a pasta precisa de tokenizer.json e tokenizer_config.json; ou indique outra em modelo.tokenizador",
                 en="the folder needs tokenizer.json and tokenizer_config.json; or name another in model.tokenizer",
             ),
-            source.what,
+            source.what if own else shown("model", "tokenizer"),
         ) from error

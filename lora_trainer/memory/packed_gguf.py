@@ -167,13 +167,11 @@ def _unpacked_slowly(raw: Tensor, kind: str, tensor: str) -> Tensor:
 
 
 def refuse_unsupported(file: GgufFile, places: Mapping[str, Place], what: str = "modelo_base") -> None:
-    """One SourceError for all tensors that cannot stay packed, with what else the base could be kept as."""
+    """One SourceError for all tensors that cannot stay packed."""
     wrong = sorted({place.tensor for place in places.values()} & set(_unsupported(file)))
     if not wrong:
         return
-    kinds = ", ".join(sorted({file.tensors[name].kind for name in wrong}))
-    weights = sum(prod(info.shape) for info in file.tensors.values())
-    full, nf4 = weights * 2 / 2**30, weights * NF4_BYTES / 2**30
+    kinds = ", ".join(unsupported_kinds(file, places))
     few = ", ".join(wrong[:3]) + (", …" if len(wrong) > 3 else "")
     raise SourceError(
         t(
@@ -181,12 +179,28 @@ def refuse_unsupported(file: GgufFile, places: Mapping[str, Place], what: str = 
             en=f"{file.path.name}: {len(wrong)} tensors are of a kind that is not trained packed ({kinds}): {few}",
         ),
         t(
-            pt=f"use um GGUF Q4_K_M, Q5_K_M, Q6_K ou Q8_0 do mesmo modelo; ou desempacote este com "
-            f"memoria.quantizacao_base=nf4 (~{nf4:.1f} GiB) ou =nao (16 bits, ~{full:.1f} GiB)",
-            en=f"use a Q4_K_M, Q5_K_M, Q6_K or Q8_0 GGUF of the same model; or unpack this one with "
-            f"memory.base_quantization=nf4 (~{nf4:.1f} GiB) or =no (16 bits, ~{full:.1f} GiB)",
+            pt="use um GGUF Q4_K_M, Q5_K_M, Q6_K ou Q8_0 do mesmo modelo",
+            en="use a Q4_K_M, Q5_K_M, Q6_K or Q8_0 GGUF of the same model",
         ),
         what,
+    )
+
+
+def unsupported_kinds(file: GgufFile, places: Mapping[str, Place]) -> list[str]:
+    """Of the tensors that the model takes, the formats that cannot stay packed."""
+    wrong = {place.tensor for place in places.values()} & set(_unsupported(file))
+    return sorted({file.tensors[name].kind for name in wrong})
+
+
+def unpacked_notice(file: GgufFile, kinds: list[str]) -> str:
+    """Such a file is trained on all the same, at the price of 16 bits a weight."""
+    full = sum(prod(info.shape) for info in file.tensors.values()) * 2 / 2**30
+    now, listed = file.data_bytes / 2**30, ", ".join(kinds)
+    return t(
+        pt=f"{file.path.name} tem tensores {listed}, que não treinam empacotados: o modelo é desempacotado em 16 bits "
+        f"(~{full:.1f} GiB em vez de {now:.1f}); um Q4_K_M, Q5_K_M, Q6_K ou Q8_0 ficaria empacotado",
+        en=f"{file.path.name} has {listed} tensors, which are not trained packed: the model is unpacked to 16 bits "
+        f"(~{full:.1f} GiB instead of {now:.1f}); a Q4_K_M, Q5_K_M, Q6_K or Q8_0 would stay packed",
     )
 
 

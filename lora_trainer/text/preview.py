@@ -100,7 +100,8 @@ class TextPreviews:
     def _generated(self, model: nn.ModuleDict, prompts: Sequence[str], most: int) -> list[str]:
         tokenizer = self.template.tokenizer
         texts = [self.template.render([Turn("user", prompt)], prompt=True) for prompt in prompts]
-        ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+        start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        ids = [tokenizer(text, add_special_tokens=False).input_ids or [start] for text in texts]
         with self.plan.step_context():
             answers = self.family.generate(model, ids, most, self._stops())
         return [str(tokenizer.decode(answer, skip_special_tokens=True)).strip() for answer in answers]

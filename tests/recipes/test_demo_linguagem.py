@@ -111,12 +111,13 @@ def test_the_config_runs_and_measures_on_a_tiny_base(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not BASE.exists(), reason="python -m lora_trainer.demo.fetch_smollm2")
 def test_the_real_base_begins_to_learn(tmp_path):
-    """A fifth of the demo: the form is not there before, and what was held out becomes likelier by a third."""
-    words = [f"saida.diretorio={tmp_path}", "treino.passos_maximos=16", "treino.validar_cada=8"]
+    """A tenth of the demo: the form is not there before, and what was held out becomes likelier."""
+    words = [f"saida.diretorio={tmp_path}", "treino.passos_maximos=8", "treino.validar_cada=1"]
+    words.append("amostras.prompts=[]")
     assert run(CONFIG, *words) == 0
     folder = tmp_path / "demo_linguagem"
     (measured,) = events(folder, "behaviour_score")
     assert measured["before"] <= 0.1
     lines = (folder / "metricas.jsonl").read_text(encoding="utf-8").splitlines()
     first, *_, last = [row["validation_loss"] for row in map(json.loads, lines) if "validation_loss" in row]
-    assert last < 0.7 * first
+    assert last < 0.85 * first

@@ -127,6 +127,15 @@ def test_what_would_fail_later_is_refused_first(
     assert not (tmp_path / "saida" / "lora" / "metricas.jsonl").exists()
 
 
+def test_an_empty_prompt_is_answered(tmp_path: Path) -> None:
+    options = {"prompts": ["", "oi"], "tokens_maximos": 2}
+    path = make(tmp_path, treino={"epocas": 1}, dados={"formato_conversa": "nenhum"}, amostras=options)
+    assert run(path) == 0
+    folder = tmp_path / "saida" / "lora"
+    assert events(folder, "preview")
+    assert not events(folder, "preview_failed")
+
+
 def test_options_without_effect_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = make(tmp_path, dados={"espelhar": True}, treino={"epocas": 1, "gama_min_snr": 5})
     shorter = json.loads((tmp_path / "base" / "config.json").read_text()) | {"max_position_embeddings": 16}

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.out_of_memory import MESSAGE, RunsOut, RunsOutIn
+from PIL import Image
 from recipe import events, make, run
 from safetensors.torch import load_file
 
@@ -306,9 +307,13 @@ def test_f05_preview_that_runs_out_harms_nothing(place):
     assert len(place.events("f05", "preview")) + len(place.events("f05", "preview_failed")) == 2
 
 
-def test_probe_finds_the_worst_batch_at_the_first_step(place):
-    """The wide bucket comes late; what it needs is known after the first step. Every number stays as it is."""
-    words = ("dados.tamanho_lote=1", "dados.fracao_validacao=0", "sistema.semente=4", "treino.epocas=1")
+def test_probe_finds_the_worst_batch_at_the_first_step(place, tmp_path):
+    """The largest bucket comes late; what it needs is known after the first step. Every number stays as it is."""
+    for name, size in (("a", (192, 64)), ("b", (192, 64)), ("c", (192, 64)), ("square", (128, 128))):
+        Image.new("RGB", size, "teal").save(tmp_path / f"{name}.png")
+        (tmp_path / f"{name}.txt").write_text("a photo of a cat", encoding="utf-8")
+    words = (f"dados.diretorio_dados={tmp_path}", "dados.resolucao=128", "dados.tamanho_lote=1", "dados.fracao_validacao=0",
+             "treino.epocas=1")  # fmt: skip
     probe, peaks = Training._probe_worst, []
 
     def probe_and_look(self: Training, step: int) -> None:

@@ -1,5 +1,6 @@
 """Layers that keep their GGUF blocks: bytes as in the file, weights unpacked where they are used, and what is refused."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,15 @@ from lora_trainer.gguf.reader import GgufFile, TensorInfo
 from lora_trainer.memory._base import MemoryPlan
 from lora_trainer.memory._packed import PackedLinear, packed_weights
 from lora_trainer.memory.block_streaming import BlockStreaming, streamable_bytes
-from lora_trainer.memory.packed_gguf import GgufBlocks, PackedEmbedding, pack_model, packing_for, read_values
+from lora_trainer.memory.packed_gguf import (
+    GgufBlocks,
+    PackedEmbedding,
+    pack_model,
+    packing_for,
+    read_values,
+    unpacked_notice,
+    unsupported_kinds,
+)
 from lora_trainer.memory.quantize_4bit import Quantize4bit
 from lora_trainer.memory.simulate import make_fake
 from lora_trainer.tracker import MemoryTracker
@@ -152,7 +161,7 @@ def with_kind(file: GgufFile, tensor: str, kind: str) -> GgufFile:
     return GgufFile(file.path, file.version, file.metadata, {**file.tensors, tensor: info})
 
 
-def test_unsupported_kinds_are_named_together_with_the_cost_of_unpacking(q4_k):
+def test_unsupported_kinds_are_named_together(q4_k):
     family = GgufLM(q4_k)
     for tensor, kind in (("blk.0.ffn_up.weight", "IQ4_XS"), ("blk.1.ffn_up.weight", "TQ2_0")):
         family.file = with_kind(family.file, tensor, kind)
@@ -160,8 +169,9 @@ def test_unsupported_kinds_are_named_together_with_the_cost_of_unpacking(q4_k):
         family.load_model(CPU, torch.bfloat16)
     for part in ("2 tensores", "IQ4_XS, TQ2_0", "blk.0.ffn_up.weight, blk.1.ffn_up.weight"):
         assert part in caught.value.problem
-    assert "memoria.quantizacao_base=nf4" in caught.value.hint
-    assert "GiB" in caught.value.hint
+    kinds = unsupported_kinds(family.file, family.base.places)
+    assert kinds == ["IQ4_XS", "TQ2_0"]
+    assert re.search(r"IQ4_XS, TQ2_0.*GiB em vez de", unpacked_notice(family.file, kinds))
 
 
 def test_other_kinds_are_unpacked_by_the_gguf_package(tmp_path):

@@ -203,7 +203,8 @@ def test_an_answer_swallowed_by_the_prompt_s_last_token_is_told(tmp_path: Path) 
 def test_marks_that_are_no_tokens_are_learned_as_text_and_closed_by_eos(tmp_path: Path) -> None:
     tok = bare_tokenizer()
     data = dataset(write_jsonl(tmp_path / "d.jsonl", [chat(*TWO)]), tok, chat_template="chatml")
-    assert learned(data.examples[0], tok) == ["olá<|im_end|>", "sim, tudo bem.<|im_end|>", "</s>"]
+    # EOS would never be reached over a line break that is not learned
+    assert learned(data.examples[0], tok) == ["olá<|im_end|>", "sim, tudo bem.<|im_end|>\n</s>"]
     assert data.examples[0].input_ids.tolist()[0] == tok.bos_token_id
     assert any("<|im_start|>" in warning and "simples" in warning for warning in data.notes.warnings)
 
