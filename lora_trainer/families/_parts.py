@@ -15,6 +15,7 @@ from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import SourceError, t
 from ..kinds import Kind, Part
+from ..memory.packed_gguf import unpacked_notice
 from ..sources import Source, open_source
 from . import _architecture as architecture
 from . import _single_file as single_file
@@ -231,6 +232,9 @@ def _ours(config: Mapping[str, Any]) -> Config:
 
 
 def _kept_notice(transformer: Component) -> str:
+    weights = transformer.weights
+    if isinstance(weights, _stored.GgufWeights) and (kinds := weights.unpacked_kinds()):
+        return unpacked_notice(weights.file, kinds)
     formats = _stored.stored_formats(transformer.weights, transformer.used_keys())
     if not formats:
         return ""

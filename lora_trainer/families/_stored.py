@@ -35,7 +35,10 @@ class GgufWeights(Weights):
         self._files = {name: info.path for name, info in file.tensors.items()}
 
     def readable(self, key: str) -> bool:
-        return self.header[key].dtype in SUPPORTED
+        return True  # kinds that cannot stay packed are unpacked as they are read
+
+    def unpacked_kinds(self) -> list[str]:
+        return sorted({info.dtype for info in self.header.values()} - SUPPORTED)
 
     def companions(self, key: str) -> list[str]:
         return []

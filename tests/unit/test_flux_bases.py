@@ -225,3 +225,30 @@ def test_captions_encoded_while_training(bases):
     plain = {name: value for name, value in batch.items() if "embeds" not in name}
     losses = [family.loss(model, {**plain, **{k: v[None] for k, v in text.items()}}).item() for text in (ids, embeds)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_gguf_kinds_that_cannot_stay_packed_are_unpacked_and_said(bases, tmp_path):
+    import numpy as np
+    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf.quants import dequantize
+
+    kind, rng = GGMLQuantizationType.IQ4_NL, np.random.default_rng(0)
+    writer, expected = GGUFWriter(tmp_path / "flux.gguf", "flux"), {}
+    for key, value in original_state(bases["fp32"][1]["transformer"]).items():
+        if value.ndim == 2:
+            blocks = rng.integers(0, 256, (value.shape[0], value.shape[1] // 32, 18), dtype=np.uint8)
+            blocks[..., :2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+            raw = blocks.reshape(value.shape[0], -1)
+            writer.add_tensor(key, raw, raw_dtype=kind)
+            expected[key] = torch.from_numpy(dequantize(raw, kind))
+        else:
+            writer.add_tensor(key, value.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    family = opened({**bases["fp32"][0], "base_model": str(tmp_path / "flux.gguf")})
+    assert "IQ4_NL" in family.notices[0]
+    model: Any = family.load_model(CPU, torch.float32)["transformer"]
+    assert torch.equal(model.x_embedder.weight, expected["img_in.weight"])
+    assert torch.equal(model.single_transformer_blocks[1].attn.to_k.weight, expected["single_blocks.1.linear1.weight"][64:128])
