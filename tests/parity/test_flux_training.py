@@ -173,3 +173,22 @@ def test_presets_of_targets(bases):
     }
     assert found["auto"] == found["attention"] < found["attention+mlp"] < found["all"] == blocks
     assert len(found["attention"]) == 2 * 8 + 2 * 3
+
+
+def test_dora_in_a_diffusers_file_and_not_in_kohyas(bases, tmp_path):
+    from lora_trainer.errors import ConfigError
+
+    run = Run(bases["fp32"], lora_targets="attention", dora=True)
+    path = save_adapter(run.adapter, run.family, tmp_path / "x.safetensors", "diffusers", "fp32", {})
+    assert verify(run.model, run.adapter, run.family, path, run.family.probe).output_difference < 1e-4
+    settings = ModelConfig(**bases["fp32"], dora=True)
+    with pytest.raises(ConfigError, match="DoRA"):
+        adapters.check_targets(run.family, settings, ("diffusers", "kohya"))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_files_in_16_bits(bases, tmp_path, precision):
+    run = Run(bases["fp32"], lora_targets="attention+mlp", lora_alpha=1)
+    for layout in ("diffusers", "kohya"):
+        path = save_adapter(run.adapter, run.family, tmp_path / f"{layout}.safetensors", layout, precision, {})
+        assert verify(run.model, run.adapter, run.family, path, run.family.probe).effect > 0
