@@ -25,6 +25,7 @@ from .config.names import shown
 from .config.schema import ModelConfig
 from .errors import ConfigError, SourceError, t
 from .export import Lora, LoraFile, LoraModule, differences, read_lora, read_tensors
+from .export.fused import slots_of
 from .export.readers import unreadable
 
 if TYPE_CHECKING:
@@ -175,7 +176,8 @@ class Adapter:
             lora = read_peft_folder(path)
             own = {name: module for name, module in lora.items() if name in self.layers}
             return LoraFile(own, [name for name in lora if name not in own], {})
-        return read_lora(path, list(self.layers), self.family.export_prefixes(), self.layers_per_block)
+        prefixes, slots = self.family.export_prefixes(), slots_of(self.family)
+        return read_lora(path, list(self.layers), prefixes, self.layers_per_block, slots)
 
     def _shapes(self) -> Lora:
         """The adapter's own tensors, wherever they are, for comparing shapes."""
@@ -231,8 +233,17 @@ def find_targets(
         adapted = [name for name in text if pattern.fullmatch(name)]
         assert adapted, "train_text_encoder needs the text encoders in the model"
         chosen += adapted
+    if settings.dora and "kohya" in formats and slots_of(family) is not None:
+        raise ConfigError(
+            t(
+                pt=f"um arquivo kohya de {family.title} não guarda DoRA: q, k e v são uma só matriz",
+                en=f"a kohya file of {family.title} cannot hold DoRA: q, k and v are one matrix",
+            ),
+            t(pt="use saida.formatos: [diffusers], ou apague dora", en="use output.formats: [diffusers], or delete dora"),
+            shown("model", "dora"),
+        )
     config = getattr(model["unet"], "config", None) if "unet" in model else None
-    if lost := unreadable(chosen, family.export_prefixes(), formats, config):
+    if lost := unreadable(chosen, family, formats, config):
         raise _not_carried(settings.lora_targets, lost)
     return chosen
 

@@ -23,6 +23,8 @@ class Kind(Enum):
     DEPTH = "depth"
     UNCLIP = "unclip"
     FLUX = "flux"
+    FLUX2 = "flux2"
+    CHROMA = "chroma"
     SD3 = "sd3"
     DIT = "dit"
     LORA = "lora"
@@ -50,7 +52,9 @@ _TITLES: dict[Kind, tuple[str, str]] = {
     Kind.PIX2PIX: ("um checkpoint pix2pix (8 canais)", "a pix2pix checkpoint (8 channels)"),
     Kind.DEPTH: ("um checkpoint de profundidade (5 canais)", "a depth checkpoint (5 channels)"),
     Kind.UNCLIP: ("um Stable Diffusion unCLIP", "a Stable Diffusion unCLIP"),
-    Kind.FLUX: ("um Flux", "a Flux"),
+    Kind.FLUX: ("um FLUX.1", "a FLUX.1"),
+    Kind.FLUX2: ("um FLUX.2", "a FLUX.2"),
+    Kind.CHROMA: ("um Chroma", "a Chroma"),
     Kind.SD3: ("um Stable Diffusion 3", "a Stable Diffusion 3"),
     Kind.DIT: ("um transformador de difusão (DiT)", "a diffusion transformer (DiT)"),
     Kind.LORA: ("um LoRA", "a LoRA"),
@@ -147,6 +151,8 @@ _EARLY: tuple[tuple[Kind, Test], ...] = (
     (Kind.EMBEDDING, lambda names, _: names <= {"emb_params", "clip_g", "clip_l", "t5xxl"} and bool(names)),
 )
 _LATE: tuple[tuple[Kind, Test], ...] = (
+    (Kind.CHROMA, _has("distilled_guidance_layer.")),
+    (Kind.FLUX2, _has("double_stream_modulation_img.")),
     (Kind.FLUX, _has("double_blocks.0.img_attn.", "single_transformer_blocks.0.")),
     (Kind.SD3, _has("joint_blocks.0.")),
     (Kind.DIT, _has("transformer_blocks.0.attn", "blocks.0.self_attn.", "blocks.0.cross_attn.", "noise_refiner.0.",
@@ -190,15 +196,22 @@ def _classify_unet(unet: Part, names: set[str]) -> Kind:
     return Kind.SD1 if inside("cond_stage_model.transformer.") else Kind.UNET
 
 
+_TRANSFORMERS = {
+    "Flux2": Kind.FLUX2, "Flux": Kind.FLUX, "Chroma": Kind.CHROMA, "SD3": Kind.SD3, "StableDiffusion3": Kind.SD3,
+}  # fmt: skip
+"""Part of the names of diffusers' classes -> what they are."""
+
+
 def classify_folder(config: Callable[[str], Mapping[str, Any] | None]) -> Kind:
     """The kind of a diffusers or transformers folder, from its config.json files (`config("")` is the root's)."""
     unet, index, root = config("unet"), config("model_index") or {}, config("") or {}
     pipeline = str(index.get("_class_name", ""))
     if unet:
         return _classify_unet_config(unet, index)
-    if transformer := config("transformer"):
+    alone = root if str(root.get("_class_name", "")).endswith("Transformer2DModel") else None
+    if transformer := config("transformer") or alone:
         name = f"{pipeline} {transformer.get('_class_name', '')}"
-        return Kind.FLUX if "Flux" in name else Kind.SD3 if "SD3" in name or "StableDiffusion3" in name else Kind.DIT
+        return next((kind for word, kind in _TRANSFORMERS.items() if word in name), Kind.DIT)
     if root.get("_class_name") in ("AutoencoderKL", "AutoencoderTiny") or (config("vae") and not pipeline):
         return Kind.VAE
     if root.get("_class_name") == "UNet2DConditionModel":

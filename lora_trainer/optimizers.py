@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from . import ema
 from .config.schema import TrainingConfig
 from .errors import ConfigError, MachineError, t
 
@@ -138,6 +139,8 @@ def build_optimizer(groups: Groups, settings: TrainingConfig) -> torch.optim.Opt
         ) from error
     for group in optimizer.param_groups:
         group["optimizer"] = name
+    if settings.ema:
+        ema.attach(optimizer, settings.ema)
     return optimizer
 
 
@@ -420,7 +423,8 @@ def set_training(optimizer: torch.optim.Optimizer, training: bool) -> None:
 def evaluation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """The weights to validate, preview and export with; training weights come back bit for bit afterwards."""
     if not hasattr(optimizer, "eval"):
-        yield
+        with ema.averaged(optimizer):
+            yield
         return
     params = [p for group in optimizer.param_groups for p in group["params"]]
     kept = [p.detach().clone() for p in params]

@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -24,7 +25,8 @@ log = logging.getLogger(__name__)
 
 class ImageOutputs(Outputs):
     def __init__(self, run: Run, family: Family, batches: BatchPlan) -> None:
-        self.loaded, self.folder, self.family = run.loaded, run.folder, family
+        self.loaded, self.family = run.loaded, family
+        self.folder = replace(run.folder, usual=family.formats[0])
         self.dataset, self.steps_per_epoch = batches.dataset, batches.steps_per_epoch
         self.day, self.total = run.day, run.total
         self.formats = family.chosen_formats(run.loaded.config.output.formats)

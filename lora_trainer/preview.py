@@ -55,7 +55,8 @@ class ImagePreviews:
         self.settings, self.terminal, self.metrics = config.samples, terminal, metrics
         self.dtype = encoder.image_dtype
         width, height = self.settings.resolution or config.data.resolution
-        self.sampling = Sampling((width, height), self.settings.steps, self.settings.guidance, self.settings.seed)
+        guidance = family.usual_guidance if self.settings.guidance is None else self.settings.guidance
+        self.sampling = Sampling((width, height), self.settings.steps, guidance, self.settings.seed)
         self.trains_text = config.model.train_text_encoder
         self.base_images: list[Image.Image] = []
         self.measure = _measure(self.settings.measure)

@@ -10,7 +10,9 @@ FIXED = ("training.optimizer", "training.use_8bit_optimizer", "training.lora_plu
 """Besides all of `model`, options that a run may not change when it resumes."""
 FREE = ("epochs", "max_steps", "validate_every", "gradient_checkpointing")
 """Options of `training` that change nothing of what was trained so far."""
-PATHS = {"base_model", "vae", "tokenizer", "architecture", "initial_lora"}
+PATHS = {
+    "base_model", "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "architecture", "initial_lora"
+}  # fmt: skip
 
 
 def resume_options(config: Config, seed: int) -> dict[str, Any]:

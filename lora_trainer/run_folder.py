@@ -14,13 +14,15 @@ import psutil
 from .checkpoint import latest_step
 from .errors import ConfigError, MachineError, t
 
-SUFFIXES = {"kohya": "", "diffusers": "-diffusers"}
+SUFFIXES = {"kohya": "-kohya", "diffusers": "-diffusers"}
 
 
 @dataclass(frozen=True)
 class RunFolder:
     path: Path
     name: str
+    usual: str = "kohya"
+    """The format whose files have the bare name."""
 
     @property
     def state(self) -> Path:
@@ -58,10 +60,13 @@ class RunFolder:
 
     def adapter(self, format_: str, step: int | None = None) -> Path:
         middle = "" if step is None else f"-passo{step:06d}"
-        return self.path / f"{self.name}{middle}{SUFFIXES[format_]}.safetensors"
+        return self.path / f"{self.name}{middle}{self._suffix(format_)}.safetensors"
 
     def intermediate(self, format_: str) -> list[Path]:
-        return sorted(self.path.glob(f"{_escape(self.name)}-passo??????{SUFFIXES[format_]}.safetensors"))
+        return sorted(self.path.glob(f"{_escape(self.name)}-passo??????{self._suffix(format_)}.safetensors"))
+
+    def _suffix(self, format_: str) -> str:
+        return "" if format_ == self.usual else SUFFIXES[format_]
 
     def read_facts(self) -> dict[str, Any]:
         """{} for a folder without them, or damaged ones."""

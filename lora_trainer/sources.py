@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn
 
 from .config.names import shown
 from .errors import SourceError, t
-from .gguf.reader import is_gguf, open_gguf
+from .gguf.reader import GgufFile, is_gguf, open_gguf
 from .headers import PICKLE_SUFFIXES, Header, TensorInfo, read_header, refuse_pickle
 from .kinds import Kind, classify, classify_folder
 
@@ -35,6 +35,11 @@ _CONFIG_FILES = {
 
 IMAGE_GGUF = ("flux", "sd1", "sdxl", "sd3", "aura", "ltxv", "hyvid", "wan", "qwen_image", "lumina2", "pixart", "chroma")
 """`general.architecture` of GGUF files that hold image and video models."""
+
+
+T5_GGUF = ("t5", "t5encoder")
+TRANSFORMERS = (Kind.FLUX, Kind.FLUX2, Kind.CHROMA, Kind.SD3, Kind.DIT)
+"""What is told by its tensors in GGUF too; UNets are not read from there."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,18 @@ class Source:
             self.what,
         )
 
+    @cached_property
+    def gguf(self) -> GgufFile | None:
+        single = self.kind == "file" and self.path.is_file() and is_gguf(self.path)
+        return open_gguf(self.path, self.what) if single else None
+
+    @cached_property
+    def tensors(self) -> Header:
+        """Of a single file of either format; of GGUF, the dtype is ggml's name ("Q4_K")."""
+        if self.gguf is None:
+            return self.header
+        return {name: TensorInfo(i.kind, i.shape, i.nbytes, i.offset) for name, i in self.gguf.tensors.items()}
+
     def looks_like(self) -> Kind:
         return self._looks_like
 
@@ -107,10 +124,12 @@ class Source:
     def _looks_like(self) -> Kind:
         if self.kind == "folder":
             return classify_folder(self.config)
-        if is_gguf(self.path):
-            image = open_gguf(self.path, self.what).architecture in IMAGE_GGUF
-            return Kind.UNKNOWN if image else Kind.LANGUAGE_MODEL
-        return classify(self.header)
+        kind = classify(self.tensors)
+        if self.gguf is None or kind in TRANSFORMERS:
+            return kind
+        if self.gguf.architecture in T5_GGUF:
+            return Kind.T5
+        return Kind.UNKNOWN if self.gguf.architecture in IMAGE_GGUF else Kind.LANGUAGE_MODEL
 
     def title(self) -> str:
         """The name people know it by."""

@@ -22,6 +22,9 @@ from .report import Problem, Source
 EXPECTED: dict[Key, str] = {
     ("model", "base_model"): "any",
     ("model", "vae"): "any",
+    ("model", "text_encoder"): "any",
+    ("model", "text_encoder_2"): "any",
+    ("model", "text_encoder_3"): "any",
     ("model", "tokenizer"): "folder",
     ("model", "architecture"): "folder",
     ("model", "initial_lora"): "any",

@@ -149,6 +149,26 @@ _CONFLICTS = (
         ("use `{second}: 0` ou apague `{first}`", "use `{second}: 0` or delete `{first}`"),
     ),
     _Conflict(
+        ("training", "ema"),
+        ("memory", "optimizer_in_backward"),
+        lambda c: c.training.ema > 0 and c.memory.optimizer_in_backward == "yes",
+        (
+            "`{first}` não anda com `{second}`, que atualiza cada peso num momento seu",
+            "`{first}` excludes `{second}`, which updates each weight at a moment of its own",
+        ),
+        ("apague um dos dois", "delete one of the two"),
+    ),
+    _Conflict(
+        ("training", "ema"),
+        ("training", "optimizer"),
+        lambda c: c.training.ema > 0 and c.training.optimizer == "schedulefree_adamw",
+        (
+            "`{first}` sobra com `{second}: schedulefree_adamw`, que já entrega uma média dos passos",
+            "`{first}` is one too many with `{second}: schedulefree_adamw`, which already gives an average of the steps",
+        ),
+        ("apague `{first}`", "delete `{first}`"),
+    ),
+    _Conflict(
         ("output", "dir"),
         ("data", "data_dir"),
         lambda c: _same(c.output.dir, c.data.data_dir),

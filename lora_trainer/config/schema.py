@@ -35,6 +35,8 @@ WORDS: dict[str, dict[str, str]] = {
     "mixed_precision": {"nao": "no", "não": "no", "fp32": "no"},
     "prediction_type": {"v": "v_prediction", "eps": "epsilon"},
     "measure": {"demo_linguagem": "demo_language"},
+    "timestep_sampling": {"uniforme": "uniform", "moda": "mode"},
+    "loss_weighting": {"nenhum": "none", "nao": "none", "não": "none", "no": "none"},
     "bad_images": {"parar": "stop", "pular": "skip"},
     "uncaptioned": {"usar": "use", "pular": "skip", "parar": "stop"},
     "text_format": {"conversas": "messages", "pergunta_resposta": "prompt_completion", "texto": "text"},
@@ -83,10 +85,22 @@ class ModelConfig(Section):
         doc_en="Model family; auto recognises it from the file's header.")
     vae: PathOrHub | None = option(
         None, pt="vae", doc_pt="VAE separado: arquivo ou pasta.", doc_en="Separate VAE: file or folder.")
+    text_encoder: PathOrHub | None = option(
+        None, pt="codificador_texto",
+        doc_pt="Codificador de texto separado, como no ComfyUI: clip_l (FLUX, SD3), qwen… Arquivo ou pasta.",
+        doc_en="Separate text encoder, as for ComfyUI: clip_l (FLUX, SD3), qwen… File or folder.")
+    text_encoder_2: PathOrHub | None = option(
+        None, pt="codificador_texto_2",
+        doc_pt="Segundo codificador de texto: t5xxl (FLUX) ou clip_g (SD3). Arquivo ou pasta.",
+        doc_en="Second text encoder: t5xxl (FLUX) or clip_g (SD3). File or folder.")
+    text_encoder_3: PathOrHub | None = option(
+        None, pt="codificador_texto_3",
+        doc_pt="Terceiro codificador de texto: t5xxl (SD3). Arquivo ou pasta.",
+        doc_en="Third text encoder: t5xxl (SD3). File or folder.")
     tokenizer: LocalPath | None = option(
         None, pt="tokenizador",
-        doc_pt="Pasta com vocab.json e merges.txt, quando o modelo base não traz tokenizador.",
-        doc_en="Folder with vocab.json and merges.txt, when the base brings no tokenizer.")
+        doc_pt="Pasta do tokenizador (ou com as subpastas tokenizer, tokenizer_2), quando o modelo base não o traz.",
+        doc_en="Folder of the tokenizer (or with sub-folders tokenizer, tokenizer_2), when the base brings none.")
     @property
     def base_or_architecture(self) -> str | None:
         """For planning, which config files tell as much as a whole base."""
@@ -216,8 +230,10 @@ class DataConfig(Section):
         8, pt="variantes_legenda", ge=1, le=1000,
         doc_pt="Versões de cada legenda guardadas no cache quando há embaralhamento ou descarte de etiquetas.",
         doc_en="Versions of each caption kept in the cache when tags are shuffled or dropped.")
-    max_caption_tokens: Literal[75, 150, 225] = option(
-        75, pt="maximo_tokens", doc_pt="Tokens da legenda que contam.", doc_en="Caption tokens that count.")
+    max_caption_tokens: Literal["auto", 75, 150, 225, 128, 256, 512] = option(
+        "auto", pt="maximo_tokens",
+        doc_pt="Tokens da legenda que contam; auto: 75 no SD e SDXL (ou 150, 225), os da família com T5 (512 no FLUX).",
+        doc_en="Caption tokens that count; auto: 75 for SD and SDXL (or 150, 225), the family's with T5 (512 for FLUX).")
     cache_dir: LocalPath | None = option(
         None, pt="diretorio_cache",
         doc_pt="Pasta do cache. Sem valor: `.cache` dentro de saida.diretorio.",
@@ -361,6 +377,41 @@ class TrainingConfig(Section):
     timestep_max: Integer = option(
         1000, pt="passo_ruido_maximo", ge=1, le=1000,
         doc_pt="Maior nível de ruído (não incluído).", doc_en="Highest timestep (exclusive).")
+    timestep_sampling: Literal["auto", "uniform", "logit_normal", "mode"] = option(
+        "auto", pt="amostragem_passo_ruido",
+        doc_pt="Como os níveis de ruído são sorteados (FLUX e outros de fluxo retificado): auto (logit_normal), uniforme, "
+        "logit_normal ou moda.",
+        doc_en="How noise levels are drawn (FLUX and others of rectified flow): auto (logit_normal), uniform, logit_normal "
+        "or mode.")
+    timestep_shift: Number | None = option(
+        None, pt="deslocamento_passo_ruido", ge=0, le=100,
+        doc_pt="Desloca os níveis para mais ruído (3 é usual; 1 não desloca; 0: conforme a resolução). Sem valor: o da "
+        "família.",
+        doc_en="Shift the levels towards noise (3 is usual; 1 does not shift; 0: by resolution). Unset: the family's.")
+    logit_mean: Number = option(
+        0.0, pt="media_logit", ge=-10, le=10,
+        doc_pt="Média do logit_normal; negativa: mais níveis de pouco ruído.",
+        doc_en="Mean of logit_normal; negative: more levels of little noise.")
+    logit_std: Number = option(
+        1.0, pt="desvio_logit", gt=0, le=10,
+        doc_pt="Desvio padrão do logit_normal.", doc_en="Standard deviation of logit_normal.")
+    mode_scale: Number = option(
+        1.29, pt="escala_moda", ge=-1, le=1.75,
+        doc_pt="Quanto a amostragem moda concentra no meio.", doc_en="How much mode sampling favours the middle.")
+    loss_weighting: Literal["none", "sigma_sqrt", "cosmap"] = option(
+        "none", pt="peso_niveis",
+        doc_pt="Peso da perda por nível de ruído (fluxo retificado): nenhum, sigma_sqrt ou cosmap.",
+        doc_en="Loss weight by noise level (rectified flow): none, sigma_sqrt or cosmap.")
+    guidance: Number = option(
+        1.0, pt="orientacao", ge=0, le=100,
+        doc_pt="Orientação dita ao modelo enquanto treina (modelos destilados como o FLUX.1 dev; 1 é o usual).",
+        doc_en="Guidance told to the model while it trains (distilled models such as FLUX.1 dev; 1 is usual).")
+    ema: Number = option(
+        0.0, pt="media_movel", ge=0, lt=1,
+        doc_pt="Média móvel do LoRA (EMA): o arquivo, as amostras e a validação usam a média dos passos; 0.99 é usual, 0 "
+        "desliga.",
+        doc_en="Moving average of the LoRA (EMA): file, previews and validation use the average of the steps; 0.99 is usual, "
+        "0 is off.")
     validate_every: Integer = option(
         0, pt="validar_cada", ge=0, le=MAX_STEPS,
         doc_pt="Valida a cada N passos; 0: ao fim de cada época.",
@@ -471,7 +522,10 @@ class SamplesConfig(Section):
         0, pt="cada", ge=0, le=MAX_STEPS,
         doc_pt="A cada N passos; 0: só no fim.", doc_en="Every N steps; 0: only at the end.")
     steps: Integer = option(25, pt="passos", ge=1, le=200, doc_pt="Passos do amostrador.", doc_en="Sampler steps.")
-    guidance: Number = option(7.0, pt="orientacao", ge=0, le=50, doc_pt="Força do prompt (CFG).", doc_en="CFG scale.")
+    guidance: Number | None = option(
+        None, pt="orientacao", ge=0, le=50,
+        doc_pt="Força do prompt (CFG). Sem valor: a da família (7 no SD e SDXL, 3.5 no FLUX).",
+        doc_en="CFG scale. Unset: the family's (7 for SD and SDXL, 3.5 for FLUX).")
     seed: Integer = option(
         0, pt="semente", ge=0, le=2**63 - 1, doc_pt="Semente das amostras.", doc_en="Seed of the previews.")
     resolution: Resolution | None = option(

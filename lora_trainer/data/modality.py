@@ -41,7 +41,7 @@ class Images(Modality):
         return BatchPlan(self.dataset, training.batch_size, training.gradient_accumulation_steps, seed)
 
     def summary(self, batches: BatchPlan, epochs: int) -> list[str]:
-        captions = token_lines(self.dataset, self.family.count_tokens, self.config.data.max_caption_tokens)
+        captions = token_lines(self.dataset, self.family.count_tokens, self.family.token_limit)
         return [*summary_lines(batches, epochs), *captions]
 
     def prepare(self, desk: Desk) -> tuple[Encoding, str]:

@@ -5,7 +5,7 @@ Tensors come back in float32 whatever the file holds (fp8 included): a LoRA is n
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..config.names import shown
 from ..errors import SourceError, t
 from ..headers import read_header
-from . import diffusers, kohya
+from . import diffusers, fused, kohya
 from ._lora import Lora
 
 _OTHER_KINDS = {"hada_w1": "LoHa", "lokr_w": "LoKr", "lora_mid": "LoCon (CP)", "oft_": "OFT", "diff_b": "diff"}
@@ -43,19 +43,32 @@ def read_tensors(path: Path, what: str = "") -> tuple[dict[str, Tensor], dict[st
         raise _damaged(path, error) from error
 
 
-def read_lora(path: Path, paths: list[str], prefixes: Mapping[str, str], layers_per_block: int = 2) -> LoraFile:
-    """`paths`: the module paths the model can take; `prefixes`: part -> kohya prefix."""
+def read_lora(
+    path: Path,
+    paths: list[str],
+    prefixes: Mapping[str, str],
+    layers_per_block: int = 2,
+    slots: fused.Slots | None = None,
+) -> LoraFile:
+    """`paths`: the module paths the model can take; `prefixes`: part -> kohya prefix; `slots`: of fused.py."""
     stored, metadata = read_tensors(path)
     _refuse_other_kinds(stored, path)
     tensors = {key: _as_float32(key, tensor, path) for key, tensor in stored.items()}
     try:
-        if any(key.startswith(("lora_unet_", "lora_te")) for key in tensors):
+        if slots is not None and is_kohya(tensors):
+            lora, strangers = fused.unpack(tensors, [path for path in paths if slots(path)], slots)
+        elif is_kohya(tensors):
             lora, strangers = kohya.unpack(tensors, paths, prefixes, layers_per_block)
         else:
             lora, strangers = diffusers.unpack(tensors, paths, metadata)
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, re.error) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError,
+            re.error) as error:
         raise _damaged(path, error) from error  # tensors or metadata that are not what their names say
     return LoraFile(lora, strangers, metadata)
+
+
+def is_kohya(names: Iterable[str]) -> bool:
+    return any(name.startswith(("lora_unet_", "lora_te")) for name in names)
 
 
 def _damaged(path: Path, error: Exception) -> SourceError:

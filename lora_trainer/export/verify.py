@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import diffusers as diffusers_library
 import torch
@@ -19,9 +19,12 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from ..errors import DivergedError, MachineError, t
+from ..headers import read_header
 from ..tracker import host_memory
+from . import diffusers
 from ._lora import Lora, LoraModule
-from .read import LoraFile, differences, read_lora, read_tensors
+from .fused import slots_of
+from .read import LoraFile, differences, is_kohya, read_lora, read_tensors
 from .readers import reader_for
 
 if TYPE_CHECKING:
@@ -90,7 +93,8 @@ def _read_checked(path: Path, adapter: "Adapter") -> tuple[LoraFile, torch.dtype
             t(pt=f"o arquivo tem NaN ou infinito ({bad[0]})", en=f"the file has NaN or infinity ({bad[0]})"),
             where=str(path),
         )
-    file = read_lora(path, list(adapter.layers), adapter.family.export_prefixes(), adapter.layers_per_block)
+    prefixes, slots = adapter.family.export_prefixes(), slots_of(adapter.family)
+    file = read_lora(path, list(adapter.layers), prefixes, adapter.layers_per_block, slots)
     lines = differences(file, adapter.export())
     _require(not lines, path, "; ".join(lines))
     return file, next(tensor.dtype for tensor in stored.values() if tensor.ndim > 1)
@@ -98,7 +102,10 @@ def _read_checked(path: Path, adapter: "Adapter") -> tuple[LoraFile, torch.dtype
 
 def _load_as_consumer(model: nn.ModuleDict, family: "Family", path: Path, file: LoraFile) -> bool:
     """Load the file with diffusers' pipeline loader; returns whether that left out DoRA's magnitudes."""
-    reader = reader_for(family.export_prefixes())
+    reader = reader_for(family)
+    if "transformer" in model:
+        _load_into_transformer(reader, model, family, path, file)
+        return False
     state, alphas, metadata = reader.lora_state_dict(
         str(path), unet_config=getattr(model["unet"], "config", None), local_files_only=True, return_lora_metadata=True
     )
@@ -110,6 +117,21 @@ def _load_as_consumer(model: nn.ModuleDict, family: "Family", path: Path, file: 
             reader.load_lora_into_unet(state, alphas, model[part], metadata=metadata)
     has_dora = any(module.magnitude is not None for module in file.lora.values())
     return has_dora and not any("magnitude" in key for key in state)
+
+
+def _load_into_transformer(reader: Any, model: nn.ModuleDict, family: "Family", path: Path, file: LoraFile) -> None:
+    """A kohya file comes with parts that are all zero; and diffusers takes it apart for the released sizes only: for others
+    our own reading of it goes through the loader."""
+    if is_kohya(read_header(path, path.name)[0]) and not getattr(family, "kohya_as_released", True):
+        state, alphas, metadata = diffusers.pack(diffusers.folded(file.lora), {}), None, None
+    else:
+        state, alphas, metadata = reader.lora_state_dict(
+            str(path), local_files_only=True, return_alphas=True, return_lora_metadata=True
+        )
+    empty = {key.partition(".lora_B")[0] for key, value in state.items() if ".lora_B" in key and not bool(value.any())}
+    gone = empty - file.lora.keys()
+    state = {key: value for key, value in state.items() if key.partition(".lora_")[0] not in gone}
+    reader.load_lora_into_transformer(state, network_alphas=alphas, transformer=model["transformer"], metadata=metadata)
 
 
 def _dora_notice(difference: float) -> str:

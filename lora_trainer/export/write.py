@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..atomic import replacing
 from ..errors import DivergedError, MachineError, t
-from . import diffusers, kohya
+from . import diffusers, fused, kohya
 from ._lora import Lora
 from .metadata import capped, hashes, network_facts
 
@@ -49,8 +49,7 @@ def save_adapter(
         lora = diffusers.folded(lora)
     if precision == "fp16":
         lora = {name: m.balanced() if _needs_balance(m.down) or _needs_balance(m.up) else m for name, m in lora.items()}
-    prefixes = family.export_prefixes()
-    tensors = kohya.pack(lora, prefixes) if format == "kohya" else diffusers.pack(lora, prefixes)
+    tensors = _pack(lora, family, format)
     facts = network_facts(lora)
     if format == "diffusers":
         facts |= diffusers.adapter_metadata(lora)
@@ -60,6 +59,13 @@ def save_adapter(
         log.warning(notice)
     write_atomically(path, serialise(stored, text))
     return path
+
+
+def _pack(lora: Lora, family: "Family", format: Format) -> dict[str, Tensor]:
+    if format == "diffusers":
+        return diffusers.pack(lora, family.export_prefixes())
+    slots = fused.slots_of(family)
+    return kohya.pack(lora, family.export_prefixes()) if slots is None else fused.pack(lora, slots)
 
 
 def cast(tensors: Mapping[str, Tensor], dtype: torch.dtype, path: Path) -> dict[str, Tensor]:

@@ -52,7 +52,7 @@ def resolve(model: ModelConfig, data: DataConfig, *, planning: bool = False) -> 
             ),
             shown("model", "family"),
         )
-    return chosen.open(source, model, data.max_caption_tokens)
+    return chosen.open(source, model, chosen.chosen_tokens(data.max_caption_tokens))
 
 
 def family_class(name: str) -> type[Family]:

@@ -243,11 +243,9 @@ def derive_diffusers_vae(header: Header, standard: Config, what: str) -> Config:
 
 
 def derive_clip(part: Part, standard: Config) -> Config:
-    """A CLIP text encoder with transformers' names, as in SD 1.x and SDXL's first."""
-    start = next(
-        (s for s in ("transformer.text_model.", "transformer.") if f"{s}embeddings.token_embedding.weight" in part),
-        "transformer.text_model.",
-    )
+    """A CLIP text encoder with transformers' names, as in SD 1.x and SDXL's first, or in a file of its own."""
+    starts = ("transformer.text_model.", "transformer.", "text_model.", "")
+    start = next((s for s in starts if f"{s}embeddings.token_embedding.weight" in part), starts[0])
     vocabulary, width = _shape(part, f"{start}embeddings.token_embedding.weight")
     return (
         standard

@@ -20,6 +20,7 @@ from ..errors import ConfigError, t
 from ..sources import Source
 
 if TYPE_CHECKING:
+    from ..export.fused import Slots
     from ..modality import Modality
 
 Example = dict[str, Tensor]
@@ -73,8 +74,14 @@ class Family(ABC):
     """For people: "Stable Diffusion 1.x/2.x"."""
     formats: ClassVar[tuple[str, ...]]
     """Of its files, the usual one first."""
+    caption_tokens: ClassVar[tuple[int, ...]] = (75, 150, 225)
+    """What `dados.maximo_tokens` may be, besides auto."""
     text_targets: ClassVar[str] = ""
     """Regular expression of the text encoders' adapted layers, over paths such as `text_encoder.…`; "" has none."""
+    lora_loader: ClassVar[str | None] = None
+    """diffusers' class that loads its LoRA files; None: that of a UNet's."""
+    kohya_slots: "Slots | None" = None
+    """Where modules lie in kohya files, if some of them are fused there (export/fused.py)."""
     lora_targets: ClassVar[dict[str, str]]
     """Preset (attention, attention+mlp, all) -> regular expression over module paths such as `unet.mid_block.…`."""
     @classmethod
@@ -89,8 +96,26 @@ class Family(ABC):
 
     @classmethod
     @abstractmethod
-    def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int = 75) -> "Family":
-        """Read the architecture; raises SourceError for bases that cannot be trained (inpainting, refiner, …)."""
+    def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "Family":
+        """Read the architecture; raises SourceError for bases that cannot be trained (inpainting, refiner, …).
+
+        `max_caption_tokens`: None is what is usual for the base.
+        """
+
+    @classmethod
+    def chosen_tokens(cls, asked: int | str) -> int | None:
+        """`dados.maximo_tokens` as `open` takes it; raises ConfigError for numbers of other families."""
+        if asked != "auto" and asked not in cls.caption_tokens:
+            name = shown("data", "max_caption_tokens")
+            raise ConfigError(
+                t(pt=f"{name}: {asked} não serve para {cls.title}", en=f"{name}: {asked} does not suit {cls.title}"),
+                t(
+                    pt=f"use auto ou {', '.join(map(str, cls.caption_tokens))}",
+                    en=f"use auto or {', '.join(map(str, cls.caption_tokens))}",
+                ),
+                name,
+            )
+        return None if asked == "auto" else int(asked)
 
     @classmethod
     def chosen_formats(cls, asked: Sequence[str]) -> tuple[str, ...]:
@@ -176,6 +201,10 @@ class ImageFamily(Family):
 
     side_multiple: ClassVar[int]
     """Image sides must be multiples of this many pixels."""
+    usual_guidance: ClassVar[float] = 7.0
+    """Of previews."""
+    token_limit: int = 75
+    """Caption tokens that count."""
 
     def largest(self, config: Config) -> tuple[int, int]:
         return config.data.resolution

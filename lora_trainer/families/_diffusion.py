@@ -5,15 +5,17 @@ A family writes `predict` and its loading; `run.py` hands it an objective made f
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from ..config.names import shown
 from ..config.schema import DataConfig, TrainingConfig
 from ..errors import ConfigError, t
 from ._base import Batch, Example, ImageFamily, Sampling
 from ._objective import NoisePrediction, Objective, alphas_cumprod
+from ._rectified_flow import RectifiedFlow, Shift
 from ._sampling import sample_latents
 from ._weights import Component
 
@@ -27,10 +29,15 @@ class DiffusionFamily(ImageFamily):
     """`open` sets `prediction_type` and `schedule_config`; `objective` is set before the first loss."""
 
     objective: Objective
-    prediction_type: Literal["epsilon", "v_prediction"]
+    prediction_type: Literal["epsilon", "v_prediction", "flow"]
     schedule_config: dict[str, Any]
-    """beta_start, beta_end, beta_schedule, num_train_timesteps, … as in diffusers' scheduler_config.json."""
+    """beta_start, shift, num_train_timesteps, … as in diffusers' scheduler_config.json."""
+    patch: ClassVar[int] = 2
+    """Latent pixels that a transformer's token covers, along each side."""
+    distilled: bool = False
+    """Draws from the prompt alone: its guidance, if any, is an input (`guidance` (B,) of the batch), not a difference."""
 
+    training_guidance: float = 1.0
     components: Mapping[str, Component]
     """Networks by part: unet, vae, text_encoder, …"""
 
@@ -44,6 +51,7 @@ class DiffusionFamily(ImageFamily):
 
     def configure(self, training: TrainingConfig, data: DataConfig) -> None:
         self.objective = make_objective(training, self, unmasked_weight=data.unmasked_weight)
+        self.training_guidance = training.guidance
 
     @abstractmethod
     def predict(self, model: nn.ModuleDict, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
@@ -73,14 +81,58 @@ class DiffusionFamily(ImageFamily):
         for name, value in batch.items():
             random = torch.randn(value.shape, generator=generator) if value.is_floating_point() else value
             batch[name] = random.to(device)
-        timesteps = self.objective.sample_t(generator).reshape(1).to(device)
+        shape = batch["latents"].shape[1:]
+        timesteps = self.objective.sample_t(generator, shape).reshape(1).to(device)
         return self.predict(model, batch["latents"], timesteps, batch)
 
 
-def make_objective(
-    settings: TrainingConfig, family: DiffusionFamily, *, unmasked_weight: float = 0.0
-) -> NoisePrediction:
+def make_objective(settings: TrainingConfig, family: DiffusionFamily, *, unmasked_weight: float = 0.0) -> Objective:
     """The objective the user asked for, on the family's noise schedule; `unmasked_weight` is an option of the data."""
+    flow = family.prediction_type == "flow"
+    _refuse_foreign(settings, OF_NOISE if flow else OF_FLOW, family)
+    return (_flow if flow else _noise_prediction)(settings, family, unmasked_weight)
+
+
+OF_NOISE = ("min_snr_gamma", "debiased", "zero_terminal_snr")
+OF_FLOW = ("timestep_sampling", "timestep_shift", "logit_mean", "logit_std", "mode_scale", "loss_weighting")
+"""Options of `training` that only one kind of objective knows."""
+
+
+def _refuse_foreign(settings: TrainingConfig, names: Sequence[str], family: DiffusionFamily) -> None:
+    changed = [name for name in names if getattr(settings, name) != TrainingConfig.model_fields[name].default]
+    if changed:
+        listed = ", ".join(shown("training", name) for name in changed)
+        title = getattr(family, "title", "")
+        raise ConfigError(
+            t(pt=f"{listed}: não se aplica a {title}", en=f"{listed}: does not apply to {title}"),
+            t(
+                pt="apague; é dos modelos que preveem ruído (SD, SDXL)" if names is OF_NOISE
+                else "apague; é dos modelos de fluxo retificado (FLUX, SD3, …)",
+                en="delete it; it is for models that predict noise (SD, SDXL)" if names is OF_NOISE
+                else "delete it; it is for models of rectified flow (FLUX, SD3, …)",
+            ),
+            shown("training", changed[0]),
+        )  # fmt: skip
+
+
+def _flow(settings: TrainingConfig, family: DiffusionFamily, unmasked_weight: float) -> RectifiedFlow:
+    asked: Any = {None: "auto", 0.0: "resolution"}.get(settings.timestep_shift, settings.timestep_shift)
+    return RectifiedFlow(
+        shift=Shift.of(family.schedule_config, family.patch, asked),
+        sampling="logit_normal" if settings.timestep_sampling == "auto" else settings.timestep_sampling,
+        logit_mean=settings.logit_mean,
+        logit_std=settings.logit_std,
+        mode_scale=settings.mode_scale,
+        timestep_range=_timestep_range(settings, 1000),
+        weighting=settings.loss_weighting,
+        noise_offset=settings.noise_offset,
+        loss=settings.loss,
+        huber_delta=settings.huber_delta,
+        unmasked_weight=unmasked_weight,
+    )
+
+
+def _noise_prediction(settings: TrainingConfig, family: DiffusionFamily, unmasked_weight: float) -> NoisePrediction:
     if settings.zero_terminal_snr and family.prediction_type == "epsilon":
         raise ConfigError(
             t(
@@ -94,6 +146,7 @@ def make_objective(
                 en="remove the key, or set model.prediction_type: v_prediction if the base really predicts v",
             ),
         )
+    assert family.prediction_type != "flow"
     schedule = alphas_cumprod(family.schedule_config, settings.zero_terminal_snr)
     return NoisePrediction(
         alphas_cumprod=schedule,

@@ -1,7 +1,7 @@
 """What a diffusion model is trained to predict, from which noise, and how its error counts.
 
 An `Objective` knows how latents are noised and what the network should answer; the loss is in `_diffusion.py`.
-Another noise process (rectified flow) is another subclass with the same three verbs: sample_t, corrupt, weight.
+Another noise process (_rectified_flow.py) is another subclass with the same three verbs: sample_t, corrupt, weight.
 Left out: multi-resolution noise, per-step huber schedules, learned weightings.
 """
 
@@ -24,8 +24,8 @@ class Objective(ABC):
     unmasked_weight: float = 0.0
 
     @abstractmethod
-    def sample_t(self, rng: torch.Generator) -> Tensor:
-        """One example's timestep, shape ()."""
+    def sample_t(self, rng: torch.Generator, shape: torch.Size) -> Tensor:
+        """One example's timestep, shape (); its latents are of `shape` (C, H, W)."""
 
     @abstractmethod
     def corrupt(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ class Objective(ABC):
         timesteps, noise = [], []
         for seed in seeds.tolist():
             rng = torch.Generator().manual_seed(seed)
-            timesteps.append(self.sample_t(rng))
+            timesteps.append(self.sample_t(rng, shape[1:]))
             white = torch.randn(shape[1:], generator=rng)
             if self.noise_offset:
                 # Guttenberg 2023, "Diffusion with offset noise": lets the mean brightness be learnt.
@@ -87,7 +87,7 @@ class NoisePrediction(Objective):
     min_snr_gamma: float | None = None
     debiased: bool = False
 
-    def sample_t(self, rng: torch.Generator) -> Tensor:
+    def sample_t(self, rng: torch.Generator, shape: torch.Size) -> Tensor:
         return torch.randint(*self.timestep_range, (), generator=rng)
 
     def corrupt(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> tuple[Tensor, Tensor]:

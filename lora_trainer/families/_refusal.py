@@ -43,12 +43,18 @@ def _way_out(kind: Kind) -> str:
             pt="ponha em modelo_base o modelo completo; este arquivo cabe em modelo.vae",
             en="put the full model in base_model; this file belongs in model.vae",
         )
+    if kind in (Kind.CLIP, Kind.T5):
+        return t(
+            pt="ponha em modelo_base o modelo que gera imagens; este arquivo cabe em modelo.codificador_texto ou "
+            "codificador_texto_2",
+            en="put the model that makes images in base_model; this file belongs in model.text_encoder or text_encoder_2",
+        )
     if kind is Kind.UNET:
         return t(
             pt="use o checkpoint completo (com VAE e codificador de texto) ou a pasta do diffusers",
             en="use the full checkpoint (with VAE and text encoder) or the diffusers folder",
         )
     return t(
-        pt="use um checkpoint completo de Stable Diffusion 1.x, 2.x ou SDXL, ou um modelo de linguagem (…ForCausalLM)",
-        en="use a full checkpoint of Stable Diffusion 1.x, 2.x or SDXL, or a language model (…ForCausalLM)",
+        pt="use um checkpoint completo de Stable Diffusion 1.x, 2.x ou SDXL, um FLUX.1, ou um modelo de linguagem (…ForCausalLM)",
+        en="use a full checkpoint of Stable Diffusion 1.x, 2.x or SDXL, a FLUX.1, or a language model (…ForCausalLM)",
     )

@@ -1,18 +1,21 @@
-"""Drawing images with the model in training, for previews: DDIM with classifier-free guidance.
+"""Drawing images with the model in training, for previews: DDIM, or Euler steps along a rectified flow.
 
 Noise comes from the seed and the image's index alone, so base and adapter draw from the same noise and training's random
-numbers are not touched. One sampler for all epsilon and v families; those of rectified flow will bring theirs.
+numbers are not touched. Guidance is classifier-free, but for distilled models, to which it is told.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
-from diffusers import DDIMScheduler
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ._base import Example, Sampling
+from ._base import Batch, Example, Sampling
+from ._prompts import collate
+from ._rectified_flow import Shift
 
 if TYPE_CHECKING:
     from ._diffusion import DiffusionFamily
@@ -31,6 +34,16 @@ def make_scheduler(family: "DiffusionFamily", zero_terminal_snr: bool = False) -
     )
 
 
+def make_flow_scheduler(family: "DiffusionFamily", steps: int, shape: torch.Size) -> FlowMatchEulerDiscreteScheduler:
+    """As the families' pipelines set it: evenly spaced levels, shifted for latents of `shape` (…, H, W)."""
+    known = {key: value for key, value in family.schedule_config.items() if not key.startswith("_")}
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(known)
+    mu = Shift.of(family.schedule_config, family.patch).mu(shape) if scheduler.config.use_dynamic_shifting else None
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps).tolist(), mu=mu)
+    scheduler.set_begin_index(0)
+    return scheduler
+
+
 @torch.no_grad()
 def sample_latents(
     family: "DiffusionFamily",
@@ -47,9 +60,7 @@ def sample_latents(
     for start in range(0, len(positive), sampling.chunk):
         chosen = positive[start : start + sampling.chunk]
         x_t = noise[start : start + sampling.chunk].to(device)
-        parts.append(
-            _denoise(family, model, x_t, _stack(chosen, device), _stack([negative] * len(chosen), device), sampling)
-        )
+        parts.append(_denoise(family, model, x_t, *_together(chosen, negative, device), sampling))
     return torch.cat(parts)
 
 
@@ -62,11 +73,17 @@ def _denoise(
     sampling: Sampling,
 ) -> Tensor:
     with unset_fake_temporarily():  # its timesteps decide the flow, so they are real in a simulation too
-        scheduler = make_scheduler(family, family.zero_terminal_snr)
-        scheduler.set_timesteps(sampling.steps)
-    both = {name: torch.cat([value, negative[name]]) for name, value in positive.items()}
+        scheduler: Any
+        if family.prediction_type == "flow":
+            scheduler = make_flow_scheduler(family, sampling.steps, x_t.shape)
+        else:
+            scheduler = make_scheduler(family, family.zero_terminal_snr)
+            scheduler.set_timesteps(sampling.steps)
+    if family.distilled:
+        positive = {**positive, "guidance": torch.full((len(x_t),), sampling.guidance, device=x_t.device)}
+    both = {} if family.distilled else {name: torch.cat([value, negative[name]]) for name, value in positive.items()}
     for timestep in scheduler.timesteps.tolist():
-        if sampling.guidance > 1:
+        if sampling.guidance > 1 and not family.distilled:
             twice = x_t.repeat(2, 1, 1, 1)
             with_prompt, without = family.predict(model, twice, _all(timestep, twice), both).float().chunk(2)
             predicted = without + sampling.guidance * (with_prompt - without)
@@ -76,7 +93,7 @@ def _denoise(
     return x_t
 
 
-def _all(timestep: int, x_t: Tensor) -> Tensor:
+def _all(timestep: float, x_t: Tensor) -> Tensor:
     return torch.full((len(x_t),), timestep, device=x_t.device)
 
 
@@ -84,5 +101,8 @@ def _noise(shape: torch.Size, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _stack(examples: Sequence[Example], device: torch.device) -> Example:
-    return {name: torch.stack([example[name] for example in examples]).to(device) for name in examples[0]}
+def _together(positive: Sequence[Example], negative: Example, device: torch.device) -> tuple[Batch, Batch]:
+    """Both sides, as long as the longest prompt of either."""
+    half = len(positive)
+    batch = {name: value.to(device) for name, value in collate([*positive, *[negative] * half]).items()}
+    return {name: value[:half] for name, value in batch.items()}, {name: value[half:] for name, value in batch.items()}

@@ -48,7 +48,7 @@ class Chunks:
         return len(tokens), self.tokenizer.decode(dropped).strip() if dropped else ""
 
 
-def make_chunks(tokenizer: Any, max_caption_tokens: int, vocabulary: int, what: str) -> Chunks:
+def make_chunks(tokenizer: Any, max_caption_tokens: int | None, vocabulary: int, what: str) -> Chunks:
     """`vocabulary`: rows of the text encoder's embedding, which must hold every id."""
     if len(tokenizer) > vocabulary:
         raise SourceError(
@@ -62,9 +62,10 @@ def make_chunks(tokenizer: Any, max_caption_tokens: int, vocabulary: int, what: 
             ),
             what,
         )
-    assert max_caption_tokens % CHUNK == 0
+    count, rest = divmod(max_caption_tokens or CHUNK, CHUNK)
+    assert not rest
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    return Chunks(tokenizer, max_caption_tokens // CHUNK, int(pad))
+    return Chunks(tokenizer, count, int(pad))
 
 
 def hidden_states(encoder: nn.Module, ids: Tensor, layer: int, *, normalised: bool) -> tuple[Tensor, Tensor | None]:

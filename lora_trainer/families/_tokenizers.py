@@ -1,4 +1,4 @@
-"""Find CLIP's vocabulary without asking the user to care: every Stable Diffusion base uses the same one.
+"""Find CLIP's and T5's vocabularies without asking the user to care: all bases use the same ones.
 
 Looked for, in order: `modelo.tokenizador`, the base's own folder, the local Hugging Face cache, an installed package
 that carries the vocabulary as `bpe_simple_vocab_16e6.txt.gz` (`clip` or `open_clip`, found without importing them: they
@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import transformers.utils.logging
-from transformers import BatchEncoding, CLIPTokenizer
+from transformers import BatchEncoding, CLIPTokenizer, T5TokenizerFast
 
 from ..config.names import shown
 from ..demo.tokenizer import vocabulary
@@ -69,6 +69,66 @@ def find_tokenizer(source: Source, folder: str | None, sub: str, standard: Mappi
     packaged = _packaged()
     assert packaged is not None, "a download is tried only without a package"
     return _from_texts(*vocabulary_texts(packaged), standard)
+
+
+T5_FILE = "tokenizer.json"
+T5_PLACES = (
+    ("black-forest-labs/FLUX.1-dev", "tokenizer_2/"),
+    ("black-forest-labs/FLUX.1-schnell", "tokenizer_2/"),
+    ("stabilityai/stable-diffusion-3.5-medium", "tokenizer_3/"),
+    ("google-t5/t5-small", ""),
+    ("google-t5/t5-base", ""),
+)
+"""Where T5's vocabulary may lie in the local Hugging Face cache; t5-small, which anybody may download, has the same."""
+T5_DOWNLOAD = T5_PLACES[3]
+
+
+def find_t5_tokenizer(source: Source, folder: str | None, sub: str) -> Any:
+    """T5's tokenizer: from `modelo.tokenizador`, the base's own folder, the local cache, or one small download."""
+    if source.planning:
+        return EmptyTokenizer()
+    places = [Path(folder) / sub, Path(folder)] if folder else []
+    places += [source.path / sub] if source.kind == "folder" else []
+    for place in places:
+        if (place / T5_FILE).is_file():
+            return _load_t5(place)
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    for repo, inside in T5_PLACES:
+        found = try_to_load_from_cache(repo, inside + T5_FILE)
+        if isinstance(found, str):
+            return _load_t5(Path(found).parent)
+    try:
+        return _load_t5(Path(hf_hub_download(T5_DOWNLOAD[0], T5_FILE)).parent)
+    except hub_errors() as error:
+        raise SourceError(
+            t(
+                pt="não achei o vocabulário do T5: o modelo base não o traz, não está no cache do Hugging Face e o download "
+                "falhou",
+                en="T5's vocabulary was not found: the base does not bring it, it is not in the Hugging Face cache and the "
+                "download failed",
+            ),
+            t(
+                pt=f"ponha o {T5_FILE} de {T5_DOWNLOAD[0]} (1,4 MB) numa subpasta {sub} e indique a pasta em "
+                "modelo.tokenizador",
+                en=f"put the {T5_FILE} of {T5_DOWNLOAD[0]} (1.4 MB) in a sub-folder {sub} and name the folder in "
+                "model.tokenizer",
+            ),
+            shown("model", "tokenizer"),
+        ) from error
+
+
+def _load_t5(folder: Path) -> Any:
+    try:
+        with _quiet():
+            tokenizer = T5TokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise _unusable(folder, str(error)) from error
+    if len(set(tokenizer("a b c d", add_special_tokens=False).input_ids)) < 4:
+        raise _unusable(
+            folder, t(pt="não distingue as letras a, b, c e d", en="it does not tell the letters a, b, c, d apart")
+        )
+    return tokenizer
 
 
 def fingerprint(tokenizer: Any) -> str:

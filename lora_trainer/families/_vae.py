@@ -25,16 +25,16 @@ def factor(config: Mapping[str, Any]) -> int:
 
 
 @torch.no_grad()
-def encode(vae: nn.Module, pixels: Tensor, scaling: float) -> Tensor:
-    """(B, 3, H, W) in [-1, 1] -> float32 (B, C, H/8, W/8) on the CPU, scaled to unit deviation."""
+def encode(vae: nn.Module, pixels: Tensor, scaling: float, shift: float = 0.0) -> Tensor:
+    """(B, 3, H, W) in [-1, 1] -> float32 (B, C, H/8, W/8) on the CPU, moved by `shift`, scaled to unit deviation."""
     weight = next(vae.parameters())
     posterior = cast(Any, vae).encode(pixels.to(weight)).latent_dist
-    return cast(Tensor, (posterior.mean.float() * scaling).cpu())
+    return cast(Tensor, ((posterior.mean.float() - shift) * scaling).cpu())
 
 
 @torch.no_grad()
-def decode(vae: nn.Module, latents: Tensor, scaling: float) -> Tensor:
+def decode(vae: nn.Module, latents: Tensor, scaling: float, shift: float = 0.0) -> Tensor:
     """(B, C, h, w) -> float32 pixels (B, 3, H, W) in [-1, 1] on the CPU, one picture at a time."""
     network, weight = cast(Any, vae), next(vae.parameters())
-    pixels = [network.decode(one[None].to(weight) / scaling).sample for one in latents]
+    pixels = [network.decode(one[None].to(weight) / scaling + shift).sample for one in latents]
     return torch.cat(pixels).float().clamp(-1, 1).cpu()

@@ -4,7 +4,7 @@ The module is built on `meta`; each of its parameters names the places where its
 is read from there, scaled if it is stored in fp8, cast and moved. So host memory holds the component in the wanted
 dtype and one tensor more, whatever the file's layout, sharding or dtype. Files are read, not mapped: a mapped file
 keeps its pages in the process, cannot be replaced under Windows, and hands out views that torch refuses where a header
-is not aligned. Left out: checkpoints already quantised to int8 or 4 bits.
+is not aligned. What a file stores in few bits may stay so (_stored.py). Left out: checkpoints quantised to int8.
 """
 
 import hashlib
@@ -12,8 +12,9 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,20 +34,36 @@ HASH_CHUNK_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a parameter may lie: a key; of a fused q/k/v tensor, which `third`; whether it is stored transposed."""
+    """Where a parameter may lie: a key; of a fused tensor, which `third` or which `rows` (first, number); whether it is
+    stored transposed, or with its two halves of rows exchanged."""
 
     key: str
     third: int | None = None
     transposed: bool = False
+    rows: tuple[int, int] | None = None
+    swapped: bool = False
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        shape = stored if self.third is None else (stored[0] // 3, *stored[1:])
+        number = self.span(stored[0])[1] if stored else 0
+        shape = (number, *stored[1:]) if stored else stored
         return shape[::-1] if self.transposed else shape
 
-    def cut(self, tensor: Tensor) -> Tensor:
+    def span(self, stored_rows: int) -> tuple[int, int]:
+        """First row, number of rows."""
         if self.third is not None:
-            tensor = tensor.chunk(3)[self.third]
-        return tensor.T if self.transposed else tensor
+            return self.third * (stored_rows // 3), stored_rows // 3
+        if self.rows is not None:
+            return self.rows[0], max(0, min(self.rows[1], stored_rows - self.rows[0]))
+        return 0, stored_rows
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        if self.third is not None or self.rows is not None:
+            first, number = self.span(len(tensor))
+            tensor = tensor[first : first + number]
+        return self.ordered(tensor.T if self.transposed else tensor)
+
+    def ordered(self, rows: Tensor) -> Tensor:
+        return rows.roll(len(rows) // 2, 0) if self.swapped else rows
 
 
 Locate = Callable[[str], Sequence[Piece]]
@@ -67,13 +84,33 @@ class Weights:
     def __contains__(self, key: str) -> bool:
         return key in self.header
 
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Of the values, whatever they are stored as."""
+        return self.quantised_shape(key) or self.header[key].shape
+
+    def readable(self, key: str) -> bool:
+        return self.header[key].dtype in DTYPES or self.quantised_shape(key) is not None
+
+    def companions(self, key: str) -> list[str]:
+        """Keys that are read along with this one."""
+        scale = self.scale_of(key) if self.header[key].dtype in FP8 else None
+        state = [name for name in self.header if name.startswith(f"{key}.")] if self.quantised_shape(key) else []
+        return [scale] if scale else state
+
+    def quantised_shape(self, key: str) -> tuple[int, ...] | None:
+        """Of a matrix that bitsandbytes has packed into 4 bits; None for any other."""
+        from ._stored import quant_state
+
+        state = quant_state(self, key) if self.header[key].dtype == "U8" else None
+        return None if state is None else tuple(state["shape"])
+
     def read(self, key: str) -> Tensor:
         """The tensor as stored, on the CPU."""
         info = self.header[key]
         raw = torch.empty(info.nbytes, dtype=torch.uint8)
         if info.nbytes:
             self._read_into(self._files[key], info, raw)
-        return raw.view(DTYPES[info.dtype]).reshape(info.shape)
+        return raw.view(DTYPES.get(info.dtype, torch.uint8)).reshape(info.shape)
 
     def _read_into(self, path: Path, info: TensorInfo, raw: Tensor) -> None:
         with path.open("rb") as file:
@@ -92,6 +129,10 @@ class Weights:
 
     def value(self, key: str) -> Tensor:
         """The tensor with its scale applied: float32 where there is one."""
+        if self.quantised_shape(key) is not None:
+            from ._stored import unpack_4bit
+
+            return unpack_4bit(self, key)
         tensor = self.read(key)
         scale_key = self.scale_of(key) if self.header[key].dtype in FP8 else None
         if scale_key is None:
@@ -126,6 +167,10 @@ class Component:
     locate: Locate = field(repr=False)
     what: str
     """The config key of its source, for messages."""
+    as_stored: bool = False
+    """What the file holds in few bits (fp8, GGUF, 4 bits) is kept so, unless a quantiser makes it smaller."""
+    float32: tuple[str, ...] = ()
+    """Parts of module names whose weights do not bear fp16."""
 
     def skeleton(self) -> nn.Module:
         """The module on `meta`, frozen."""
@@ -135,6 +180,9 @@ class Component:
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Host memory that `load` needs, but for one tensor."""
+        if self.as_stored and self.has_weights:
+            stored = (self.weights.header[key] for key in self.used_keys())
+            return sum(min(info.nbytes, prod(info.shape) * dtype.itemsize) for info in stored)
         return sum(value.numel() for value in self.skeleton().state_dict().values()) * dtype.itemsize
 
     @property
@@ -147,8 +195,8 @@ class Component:
         if not self.has_weights:
             return set()
         pieces = find_pieces(self, self.skeleton())
-        scales = {self.weights.scale_of(p.key) for p in pieces.values() if self.weights.header[p.key].dtype in FP8}
-        return {piece.key for piece in pieces.values()} | {scale for scale in scales if scale}
+        keys = {piece.key for piece in pieces.values()}
+        return keys | {name for key in keys for name in self.weights.companions(key)}
 
     def fingerprint(self) -> str:
         """Changes with any weight or with the architecture."""
@@ -159,13 +207,22 @@ class Component:
         """The module with its weights, frozen, in evaluation mode; on "meta" without weights."""
         return load_all({self.name: self}, [self.name], device, dtype)[self.name]
 
+    def stays_float32(self, name: str, dtype: torch.dtype) -> bool:
+        return dtype is torch.float16 and any(part in self.float32 for part in name.split("."))
+
     def fill(self, module: nn.Module, pieces: Mapping[str, Piece], device: torch.device, dtype: torch.dtype) -> None:
         """Read every weight into a skeleton, in the order of the file."""
+        from . import _stored
+
         places = self.weights.header
         for name in sorted(pieces, key=lambda name: places[pieces[name].key].offset):
+            owner, piece = module.get_submodule(name.rpartition(".")[0]), pieces[name]
+            if name.endswith(".weight") and getattr(owner, "as_stored", False):
+                _stored.fill_layer(cast(Any, owner), self.weights, piece, device)
+                continue
             with host_memory():
-                tensor = pieces[name].cut(self.weights.value(pieces[name].key))
-            _assign(module, name, tensor, device, dtype)
+                tensor = piece.cut(self.weights.value(piece.key))
+            _assign(module, name, tensor, device, torch.float32 if self.stays_float32(name, dtype) else dtype)
         _fill_position_ids(module, device)
         assert not any(x.is_meta for x in (*module.parameters(), *module.buffers())), "a tensor was left on meta"
 
@@ -182,12 +239,22 @@ def load_all(
     `prepare` may change the modules on meta before weights are read. A layer with a `pack_weight(tensor)` method
     gets each weight through it; one with a `home` device gets its weights there instead of on `device`.
     """
+    from . import _stored
+
     model = nn.ModuleDict({name: components[name].skeleton() for name in names})
     reads = device.type != "meta"
-    pieces = {name: find_pieces(components[name], module) for name, module in model.items()} if reads else {}
+    known = {name: module for name, module in model.items() if reads or components[name].has_weights}
+    pieces = {name: find_pieces(components[name], module) for name, module in known.items()}
     nn.Module.to(model, dtype)  # not diffusers' own `to`, which warns of nothing
-    if not reads:
-        _note_order(model, components)
+    for name, module in model.items():
+        for path, layer in module.named_modules():
+            if components[name].stays_float32(path, dtype):
+                nn.Module.to(layer, torch.float32)
+    for turn, (name, found) in enumerate(pieces.items()):
+        if not reads:
+            _note_order(model[name], components[name].weights, found, turn)
+        if components[name].as_stored:
+            _stored.pack_layers_as_stored(model[name], components[name].weights, found)
     if prepare is not None:
         prepare(model)
     if reads:
@@ -196,14 +263,11 @@ def load_all(
     return model.eval()
 
 
-def _note_order(model: nn.ModuleDict, components: Mapping[str, Component]) -> None:
+def _note_order(module: nn.Module, weights: Weights, pieces: Mapping[str, Piece], turn: int) -> None:
     """Tell each layer when `fill` would read its weights: what loading needs at its peak depends on the order."""
-    for turn, (name, module) in enumerate(model.items()):
-        if components[name].has_weights:
-            places = components[name].weights.header
-            for parameter, piece in find_pieces(components[name], module).items():
-                owner: Any = module.get_submodule(parameter.rpartition(".")[0])
-                owner.read_at = max((turn, places[piece.key].offset), getattr(owner, "read_at", (0, 0)))
+    for parameter, piece in pieces.items():
+        owner: Any = module.get_submodule(parameter.rpartition(".")[0])
+        owner.read_at = max((turn, weights.header[piece.key].offset), getattr(owner, "read_at", (0, 0)))
 
 
 def find_pieces(component: Component, module: nn.Module) -> dict[str, Piece]:
@@ -216,9 +280,9 @@ def find_pieces(component: Component, module: nn.Module) -> dict[str, Piece]:
             missing.append(component.locate(name)[0].key)
             continue
         info = component.weights.header[piece.key]
-        if info.dtype not in DTYPES:
+        if not component.weights.readable(piece.key):
             unreadable.append(f"{piece.key} ({info.dtype})")
-        elif _bare(piece.shape(info.shape)) != _bare(tuple(parameter.shape)):
+        elif _bare(piece.shape(component.weights.shape(piece.key))) != _bare(tuple(parameter.shape)):
             misshapen.append(f"{piece.key} {list(info.shape)} ≠ {list(parameter.shape)}")
         found[name] = piece
     if missing or misshapen or unreadable:

@@ -73,7 +73,7 @@ class CausalLM(Family):
         return SHAPES / "llama-3.2-1b"
 
     @classmethod
-    def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int = 75) -> "CausalLM":
+    def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "CausalLM":
         if not is_gguf_source(source) and source.looks_like() is not Kind.LANGUAGE_MODEL:
             raise refusal(source)
         if settings.train_text_encoder:

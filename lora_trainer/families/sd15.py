@@ -39,6 +39,7 @@ class SD15(DiffusionFamily):
     def __init__(self, source: Source, settings: ModelConfig, networks: Networks, chunks: _text.Chunks) -> None:
         self.source, self.settings, self.chunks = source, settings, chunks
         self.release = RELEASES[source.looks_like()]
+        self.token_limit = chunks.count * _text.CHUNK
         self.components = networks.components
         self.notices = list(networks.notices)
         """What the user should know, each a line in their language."""
@@ -58,7 +59,7 @@ class SD15(DiffusionFamily):
         return _architecture.ARCH / "sd1"
 
     @classmethod
-    def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int = 75) -> "SD15":
+    def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "SD15":
         kind = source.looks_like()
         if kind not in RELEASES:
             raise refusal(source)

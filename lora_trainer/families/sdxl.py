@@ -42,6 +42,7 @@ class SDXL(DiffusionFamily):
     ) -> None:
         self.source, self.settings, self.chunks = source, settings, tuple(chunks)
         self.components = networks.components
+        self.token_limit = self.chunks[0].count * _text.CHUNK
         self.notices = list(networks.notices)
         """What the user should know, each a line in their language."""
         self.schedule_config = _prediction.noise_schedule(source, networks.scheduler)
@@ -60,7 +61,7 @@ class SDXL(DiffusionFamily):
         return _architecture.ARCH / "sdxl"
 
     @classmethod
-    def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int = 75) -> "SDXL":
+    def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "SDXL":
         if source.looks_like() is not Kind.SDXL:
             raise refusal(source)
         if settings.clip_skip > PENULTIMATE:

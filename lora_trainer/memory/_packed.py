@@ -192,10 +192,33 @@ PACKED: dict[type[nn.Module], type[_Packed]] = {nn.Linear: PackedLinear, nn.Conv
 
 
 def pack_layers(groups: Sequence[BlockGroup], packing: Packing) -> None:
-    """Swap the layers that fit, on meta, inside the blocks; embeddings, heads and what is packed already stay."""
+    """Swap the layers that fit, on meta, inside the blocks; embeddings, heads and what is packed already stay.
+
+    What is packed because its file is stays too, but for fp8 (`may_shrink`), which is packed anew where that makes it smaller.
+    """
     for parent, name, layer in _layers(groups):
         if type(layer) in PACKED and packing.fits(layer):
             setattr(parent, name, PACKED[type(layer)].of(layer, packing))
+        elif isinstance(layer, _Packed) and hasattr(layer, "may_shrink") and _is_smaller(layer, packing):
+            setattr(parent, name, _repacked(layer, packing))
+
+
+def _is_smaller(layer: _Packed, packing: Packing) -> bool:
+    """Whether another format would take less than the one that the file came in."""
+    other = packing.fits(layer) and layer.packing.title != packing.title
+    return other and _size(layer, packing) < _size(layer, layer.packing)
+
+
+def _size(layer: _Packed, packing: Packing) -> int:
+    return sum(place.nbytes for place in _places(packing, layer.weight_shape, layer.weight_dtype).values())
+
+
+def _repacked(layer: _Packed, packing: Packing) -> _Packed:
+    plain = nn.Linear(layer.weight_shape[1], layer.weight_shape[0], False, device="meta", dtype=layer.weight_dtype)
+    plain.requires_grad_(False)
+    plain._parameters["bias"] = layer._parameters["bias"]
+    plain.__dict__.update({k: v for k, v in vars(layer).items() if k in ("read_at", "home", "stow")})
+    return PackedLinear.of(plain, packing)
 
 
 def packing_report(groups: Sequence[BlockGroup]) -> tuple[int, int]:

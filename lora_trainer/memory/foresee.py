@@ -151,7 +151,7 @@ def _architecture(source: Source | None) -> object:
         plain = {name: value for name, value in file.metadata.items() if not name.startswith("tokenizer.")}
         return [str(plain), [[name, info.kind, list(info.shape)] for name, info in file.tensors.items()]]
     if source.kind == "file":
-        return [[name, info.dtype, list(info.shape)] for name, info in source.header.items()]
+        return [[name, info.dtype, list(info.shape)] for name, info in source.tensors.items()]
     configs = sorted(source.path.rglob("*config.json"))
     return [[path.relative_to(source.path).as_posix(), path.read_text(encoding="utf-8")] for path in configs]
 

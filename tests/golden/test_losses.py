@@ -12,13 +12,16 @@ import pytest
 
 FILE = Path(__file__).with_name("losses.json")
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-RELEASES = ("sd1", "sd2", "sdxl")
+RELEASES = ("sd1", "sd2", "sdxl", "flux")
+TRAINING = {"flux": {"peso_niveis": "cosmap", "orientacao": 2}}
+"""Options that the family's loss depends on; the others predict noise."""
+NOISE = {"gama_min_snr": 5, "deslocamento_ruido": 0.05}
 
 
 def losses(folder: Path, release: str) -> list[float]:
     from recipe import events, make, run
 
-    config = make(folder, release, treino={"gama_min_snr": 5, "deslocamento_ruido": 0.05}, modelo={"alvos_lora": "tudo"})
+    config = make(folder, release, treino=TRAINING.get(release, NOISE), modelo={"alvos_lora": "tudo"})
     assert run(config) == 0
     return [row["loss"] for row in events(folder / "saida" / "lora")]
 

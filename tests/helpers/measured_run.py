@@ -164,10 +164,11 @@ class RandomWeights(Weights):
 
 
 def give_random_weights(family: Any) -> None:
-    """To the UNet of a family that was opened for planning."""
-    unet = family.components["unet"]
-    weights = RandomWeights(unet.skeleton())
-    family.components["unet"] = replace(unet, weights=weights, locate=lambda name: [Piece(name)])
+    """To the UNet or transformer of a family that was opened for planning."""
+    part = next(name for name in ("unet", "transformer") if name in family.components)
+    network = family.components[part]
+    weights = RandomWeights(network.skeleton())
+    family.components[part] = replace(network, weights=weights, locate=lambda name: [Piece(name)])
 
 
 def predict(case: Case, base: Path | None, folder: Path = Path()) -> Prediction:

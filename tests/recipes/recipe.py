@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from helpers import flux_bases
 from helpers.original_checkpoint import write_folder, write_single_file
 from PIL import Image
 
@@ -23,12 +24,8 @@ SIZES = [(64, 64), (64, 64), (64, 64), (128, 64), (64, 128), (64, 64)]
 
 def make(folder: Path, release: str = "sd1", *, single_file: bool = True, **sections: dict[str, Any]) -> Path:
     """Write base, images and `lora.yaml`; `sections` (treino={…}) are laid over the usual ones."""
-    if single_file:
-        write_single_file(folder / "base.safetensors", release)
-    else:
-        write_folder(folder / "base", release)
+    base = write_base(folder, release, single_file=single_file)
     draw_images(folder / "fotos")
-    base = {"modelo_base": "base.safetensors", "tokenizador": "words"} if single_file else {"modelo_base": "base"}
     config: dict[str, dict[str, Any]] = {
         "modelo": {**base, "classificacao_lora": 4, "alfa_lora": 8},
         "dados": {"diretorio_dados": "fotos", "resolucao": 64, "tamanho_lote": 2},
@@ -43,6 +40,18 @@ def make(folder: Path, release: str = "sd1", *, single_file: bool = True, **sect
     path = folder / "lora.yaml"
     path.write_text(yaml.safe_dump(config, allow_unicode=True), encoding="utf-8")
     return path
+
+
+def write_base(folder: Path, release: str, *, single_file: bool) -> dict[str, str]:
+    """The options of `modelo` that name it. Of FLUX, single files are those of ComfyUI's users."""
+    if release == "flux" and single_file:
+        options, _ = flux_bases.write_files(folder)
+        return {english: os.path.relpath(path, folder) for english, path in options.items()}
+    if single_file:
+        write_single_file(folder / "base.safetensors", release)
+        return {"modelo_base": "base.safetensors", "tokenizador": "words"}
+    (flux_bases.write_folder(folder / "base") if release == "flux" else write_folder(folder / "base", release))
+    return {"modelo_base": "base"}
 
 
 def draw_images(folder: Path) -> None:

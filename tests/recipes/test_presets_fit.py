@@ -12,7 +12,7 @@ from lora_trainer.memory.options import SOLVED
 from lora_trainer.memory.presets import MARK, SHAPES, card_of, predict_with_previews
 from lora_trainer.picker import preset_budget
 
-FAMILIES = ("sd15", "sdxl")
+FAMILIES = ("sd15", "sdxl", "flux")
 SIZED = (("4gb", 10.0), ("24gb", 2.0))
 """Presets and sizes of language models that are simulated here; python -m lora_trainer.memory.presets does all."""
 

@@ -10,21 +10,26 @@ from safetensors.torch import load_file
 
 from lora_trainer.families._diffusion import DiffusionFamily
 
-BASES = [("sd1", True), ("sd1", False), ("sd2", True), ("sdxl", True), ("sdxl", False)]
+BASES = [("sd1", True), ("sd1", False), ("sd2", True), ("sdxl", True), ("sdxl", False), ("flux", True), ("flux", False)]
+FILES = {
+    "flux": ["lora.safetensors", "lora-kohya.safetensors"],
+    "": ["lora.safetensors", "lora-diffusers.safetensors"],
+}
 
 
 @pytest.mark.parametrize(("release", "single_file"), BASES)
 def test_end_to_end(tmp_path, capsys, release, single_file):
-    config = make(tmp_path, release, single_file=single_file, saida={"formatos": ["kohya", "diffusers"]})
+    config = make(tmp_path, release, single_file=single_file, saida={"formatos": ["auto", "kohya", "diffusers"]})
+    files = FILES.get(release, FILES[""])
     assert run(config) == 0
     out, folder = capsys.readouterr().out, tmp_path / "saida" / "lora"
     assert "pronto:" in out
     assert len(events(folder)) == 6  # 6 images in 3 buckets: 4 micro-batches, 2 windows, 3 epochs
     assert [row["lr"] for row in events(folder)] == [0.01] * 6
-    for name in ("lora.safetensors", "lora-diffusers.safetensors"):
+    for name in files:
         tensors = load_file(folder / name)
         assert all(bool(value.isfinite().all()) for value in tensors.values())
-    assert events(folder, "done")[0]["files"] == ["lora.safetensors", "lora-diffusers.safetensors"]
+    assert events(folder, "done")[0]["files"] == files
     assert (folder / "perda.png").stat().st_size > 1000
 
 

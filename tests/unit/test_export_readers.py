@@ -98,7 +98,7 @@ def test_layers_called_unreadable_are_those_that_diffusers_does_not_load(name, l
     fresh = MODELS[name][0]()
     pipeline(name, fresh).load_lora_weights(str(path))
     loaded = {path for path, module in fresh.named_modules() if isinstance(module, LoraLayer)}
-    lost = unreadable(list(adapter.layers), family.prefixes, [layout], fresh["unet"].config)
+    lost = unreadable(list(adapter.layers), family, [layout], fresh["unet"].config)
     assert set(lost) == adapter.layers.keys() - loaded
     assert bool(lost) == (name == "sdxl" and layout == "kohya")
 

@@ -13,7 +13,6 @@ from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from helpers.original_checkpoint import CAPTION, write_folder, write_single_file
 from safetensors.torch import save_file
 
-from lora_trainer import plugins
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.errors import ConfigError, SourceError
 from lora_trainer.families import _unet, resolve
@@ -49,7 +48,7 @@ def test_file_and_folder_find_their_family(tmp_path: Path, bases: dict[str, Path
     write_single_file(tmp_path / "lixo_sd_v1-sdxl.safetensors", release)  # the name tells nothing
     for path in (tmp_path / "lixo_sd_v1-sdxl.safetensors", bases[release]):
         family = opened(path)
-        assert (family.name, plugins.available("lora_trainer.families")) == (name, ["causal_lm", "sd15", "sdxl"])
+        assert family.name == name
         if name == "sd15":
             assert family.release == release
 
@@ -89,7 +88,7 @@ def test_variants_with_more_channels_are_refused(tmp_path: Path, channels: int, 
     [
         (["lora_unet_x.lora_down.weight"], "um LoRA"),
         (["encoder.conv_in.weight", "decoder.conv_in.weight"], "um VAE"),
-        (["double_blocks.0.img_attn.qkv.weight"], "um Flux"),
+        (["joint_blocks.0.x_block.attn.qkv.weight"], "um Stable Diffusion 3"),
         (["encoder.block.0.layer.0.SelfAttention.q.weight"], "T5"),
         (["model.diffusion_model.input_blocks.0.0.weight"], "só uma UNet"),
         (["a"], "não reconheço"),

@@ -322,7 +322,7 @@ def test_a_checkpoint_without_vae_asks_for_one(tmp_path: Path) -> None:
         ("encoder.block.0.layer.0.SelfAttention.q.weight", "um codificador de texto T5"),
         ("text_model.embeddings.token_embedding.weight", "um codificador de texto CLIP"),
         ("lora_unet_x.lora_down.weight", "um LoRA"),
-        ("double_blocks.0.img_attn.qkv.weight", "um Flux"),
+        ("double_blocks.0.img_attn.qkv.weight", "um FLUX.1"),
     ],
 )
 def test_a_wrong_file_in_the_vae_slot_is_named(tmp_path: Path, name: str, like: str) -> None:

@@ -1,0 +1,103 @@
+"""The kohya layout for models that the original keeps in fused matrices: FLUX's q, k and v (and MLP) are one LoRA.
+
+Our modules are apart. Side by side they are one LoRA of the fused matrix: their `down` matrices stacked, their `up`
+matrices on a block diagonal, zeros for a part that has none; diffusers' reader takes such a file apart again. kohya's own
+trainers write one `down` for the whole; read here, each part gets that `down` and its rows of `up`. Left out: DoRA, whose
+magnitude belongs to whole rows of the fused matrix.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._lora import Lora, LoraModule
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A module's place in the file: name, and of a fused matrix which part it is and the rows (outputs) of each."""
+
+    name: str
+    index: int = 0
+    rows: tuple[int, ...] = ()
+
+
+Slots = Callable[[str], Slot | None]
+"""Module path -> its place; None for what the layout cannot carry."""
+
+
+def slots_of(family: Any) -> Slots | None:
+    """None for families whose modules have names of their own in kohya files."""
+    found: Slots | None = getattr(family, "kohya_slots", None)
+    return found
+
+
+def pack(lora: Lora, slots: Slots) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, (rows, members) in _by_name(lora, slots).items():
+        module = lora[members[0]] if not rows else _fused({i: lora[path] for i, path in members.items()}, rows)
+        tensors[f"{name}.lora_down.weight"] = module.down
+        tensors[f"{name}.lora_up.weight"] = module.up
+        tensors[f"{name}.alpha"] = torch.tensor(module.alpha)
+    return tensors
+
+
+def _by_name(paths: Iterable[str], slots: Slots) -> dict[str, tuple[tuple[int, ...], dict[int, str]]]:
+    """Name in the file -> rows of its parts, and the paths by part."""
+    found: dict[str, tuple[tuple[int, ...], dict[int, str]]] = {}
+    for path in paths:
+        slot = slots(path)
+        assert slot is not None, f"{path} has no place in a kohya file"
+        found.setdefault(slot.name, (slot.rows, {}))[1][slot.index] = path
+    return found
+
+
+def _fused(parts: Mapping[int, LoraModule], rows: tuple[int, ...]) -> LoraModule:
+    rank = max(part.rank for part in parts.values())
+    scale = next(iter(parts.values())).scale
+    wide = next(iter(parts.values())).down.shape[1]
+    down, up = torch.zeros(len(rows) * rank, wide), torch.zeros(sum(rows), len(rows) * rank)
+    for index, part in parts.items():
+        assert part.magnitude is None, "DoRA cannot be fused"
+        fitted, first, column = part.with_scale(scale), sum(rows[:index]), index * rank
+        down[column : column + part.rank] = fitted.down
+        up[first : first + rows[index], column : column + part.rank] = fitted.up
+    return LoraModule(down, up, scale)
+
+
+def unpack(tensors: Mapping[str, Tensor], paths: Iterable[str], slots: Slots) -> tuple[Lora, list[str]]:
+    """The modules among `paths`, and the file's names that belong to none of them."""
+    places = _by_name(paths, slots)
+    lora: Lora = {}
+    strangers = []
+    for name in dict.fromkeys(key.partition(".")[0] for key in tensors):
+        down, up = (tensors.get(f"{name}.lora_{side}.weight") for side in ("down", "up"))
+        if name not in places or down is None or up is None:
+            strangers.append(name)
+            continue
+        rows, members = places[name]
+        alpha = tensors.get(f"{name}.alpha")
+        whole = LoraModule(down, up, float(alpha if alpha is not None else len(down)) / len(down))
+        for index, part in enumerate(split(whole, rows)) if rows else [(0, whole)]:
+            if index in members:
+                lora[members[index]] = part
+            elif bool(part.up.any()):
+                strangers.append(f"{name} [{index}]")
+    return lora, strangers
+
+
+def split(whole: LoraModule, rows: tuple[int, ...]) -> list[LoraModule]:
+    """The parts of a fused LoRA: each with its own rank where they lie on a block diagonal, else with the whole `down`."""
+    assert sum(rows) == len(whole.up), f"{tuple(whole.up.shape)} is not {rows}"
+    ups = whole.up.split(rows)
+    rank, rest = divmod(whole.rank, len(rows))
+    columns = [slice(index * rank, (index + 1) * rank) for index in range(len(rows))]
+    apart = not rest and all(
+        not bool(up[:, other].any()) for index, up in enumerate(ups) for other in columns[:index] + columns[index + 1 :]
+    )
+    if not apart:
+        return [LoraModule(whole.down, up, whole.scale) for up in ups]
+    return [LoraModule(whole.down[at], up[:, at], whole.scale) for up, at in zip(ups, columns, strict=True)]

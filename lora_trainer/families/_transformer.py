@@ -1,0 +1,145 @@
+"""What families with a diffusion transformer share: rectified flow, one `transformer`, text encoders and VAE as they lie.
+
+A family adds how captions become prompt embeds (`tokenize`, `encode_ids`), what the transformer is called with (`predict`)
+and the shapes of a batch. Latents are those of its VAE; packing into tokens is the family's.
+"""
+
+import hashlib
+import json
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..config.names import shown
+from ..config.schema import ModelConfig
+from ..errors import ConfigError, SourceError, t
+from ..sources import Source
+from . import _prompts, _text, _vae, _weights
+from ._base import Batch, BlockGroup, Example, Framing, Prepare
+from ._components import Networks
+from ._diffusion import DiffusionFamily
+
+
+class TransformerFamily(DiffusionFamily):
+    prediction_type = "flow"
+    formats = ("diffusers", "kohya")
+    text_parts: ClassVar[tuple[str, ...]]
+    """Text encoders, by their diffusers names."""
+    block_lists: ClassVar[Mapping[str, str]]
+    """Name of a group -> the transformer's attribute that holds its blocks."""
+
+    def __init__(self, source: Source, settings: ModelConfig, networks: Networks) -> None:
+        self.source, self.settings, self.components = source, settings, networks.components
+        self.schedule_config, self.notices = networks.scheduler, list(networks.notices)
+        vae = self.components["vae"].config
+        self.scaling_factor, self.shift_factor = float(vae["scaling_factor"]), float(vae.get("shift_factor") or 0.0)
+        self._check_settings()
+        self._check_widths()
+
+    def _check_settings(self) -> None:
+        for option, usual in (("train_text_encoder", False), ("prediction_type", "auto"), ("clip_skip", 1)):
+            if getattr(self.settings, option) != usual:
+                name = shown("model", option)
+                raise ConfigError(
+                    t(pt=f"{name} não se aplica a {self.title}", en=f"{name} does not apply to {self.title}"),
+                    t(pt="apague a chave", en="remove the key"),
+                    name,
+                )
+
+    def _check_widths(self) -> None:
+        """Parts given one by one may belong to different models."""
+        for part, has, wants in self.widths():
+            if has != wants:
+                component = self.components[part]
+                raise SourceError(
+                    t(
+                        pt=f"{part}: largura {has}, mas o transformador espera {wants}",
+                        en=f"{part}: width {has}, but the transformer wants {wants}",
+                    ),
+                    t(
+                        pt=f"o arquivo é de outro modelo; dê o de {self.title}",
+                        en=f"the file is of another model; give that of {self.title}",
+                    ),
+                    component.what,
+                )  # fmt: skip
+
+    @abstractmethod
+    def widths(self) -> list[tuple[str, int, int]]:
+        """(part, its width, the width that the transformer wants) of every part that could be another model's."""
+
+    @abstractmethod
+    def tokenizers(self) -> list[Any]:
+        """All that text embeds depend on besides the encoders."""
+
+    @abstractmethod
+    def encode_ids(self, model: nn.ModuleDict, batch: Batch) -> Batch:
+        """What `tokenize` made, stacked -> prompt embeds."""
+
+    def architecture(self) -> str:
+        return json.dumps({name: part.config for name, part in self.components.items()}, sort_keys=True, default=str)
+
+    # -- caching phase
+
+    def text_fingerprint(self) -> str:
+        parts = [self.components[name].fingerprint() for name in self.text_parts]
+        return hashlib.sha256(json.dumps([*parts, *self.tokenizers()]).encode()).hexdigest()
+
+    def image_fingerprint(self) -> str:
+        parts = [self.components["vae"].fingerprint(), self.scaling_factor, self.shift_factor]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def load_text_encoders(
+        self, device: torch.device, dtype: torch.dtype, prepare: Prepare | None = None
+    ) -> nn.ModuleDict:
+        return _weights.load_all(self.components, self.text_parts, device, dtype, prepare)
+
+    def vae_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return _vae.vae_dtype(dtype, self.components["vae"].config, upcast=True)
+
+    def load_vae(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        return self.components["vae"].load(device, self.vae_dtype(dtype))
+
+    def encode_text(self, encoders: nn.ModuleDict, captions: Sequence[str]) -> list[Example]:
+        return _text.encode_captions(self.encode_ids, encoders, self.tokenize(captions))
+
+    def encode_image(self, vae: nn.Module, pixels: Tensor, framings: Sequence[Framing]) -> list[Example]:
+        encoded = _vae.encode(vae, pixels, self.scaling_factor, self.shift_factor)
+        return [{"latents": latents.clone()} for latents in encoded]
+
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        """Of prompts that differ in length."""
+        return _prompts.collate(examples)
+
+    # -- training
+
+    def load_model(
+        self, device: torch.device, dtype: torch.dtype, *, with_text: bool = False, prepare: Prepare | None = None
+    ) -> nn.ModuleDict:
+        names = ["transformer", *(self.text_parts if with_text else ())]
+        return _weights.load_all(self.components, names, device, dtype, prepare)
+
+    def blocks(self, model: nn.ModuleDict) -> list[BlockGroup]:
+        transformer: Any = model["transformer"]
+        return [BlockGroup(name, list(getattr(transformer, path))) for name, path in self.block_lists.items()]
+
+    def latents_shape(self, batch_size: int, size: tuple[int, int]) -> tuple[int, int, int, int]:
+        """(B, C, H, W) of pictures of `size` (width, height) pixels."""
+        vae = self.components["vae"].config
+        width, height = (side // _vae.factor(vae) for side in size)
+        return batch_size, int(vae["latent_channels"]), height, width
+
+    # -- previews
+
+    def preview_conditions(self, size: tuple[int, int]) -> Example:
+        return {}
+
+    def decode_image(self, vae: nn.Module, latents: Tensor) -> Tensor:
+        return _vae.decode(vae, latents, self.scaling_factor, self.shift_factor)
+
+    # -- output
+
+    def export_prefixes(self) -> dict[str, str]:
+        return {"transformer": "lora_unet"}

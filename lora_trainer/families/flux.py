@@ -1,0 +1,216 @@
+"""FLUX.1 (Black Forest Labs 2024): dev, schnell and their fine-tunes.
+
+2 x 2 latent pixels are a token; its place in the picture is a rotary position, the text's is zero. CLIP-L gives the pooled
+text, T5-XXL the sequence, of full length and without a mask, so its padding is part of what the model was trained on. dev
+is distilled: guidance is an input, and training tells it `treino.orientacao` (1 by default). All as diffusers' FluxPipeline
+does it.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import torch
+from diffusers import FluxTransformer2DModel
+from torch import Tensor, nn
+
+from ..config.schema import ModelConfig
+from ..errors import SourceError, t
+from ..export.fused import Slot
+from ..kinds import Kind
+from ..sources import Source
+from . import _architecture, _flux_names, _text, _tokenizers
+from ._base import Batch, Example
+from ._components import Networks
+from ._parts import CLIP_L, T5_XXL, VAE, Transformer, open_parts
+from ._refusal import refusal
+from ._transformer import TransformerFamily
+
+DEV_TOKENS, SCHNELL_TOKENS = 512, 256
+PATCH = 2
+RELEASED_WIDTH = 3072
+"""diffusers reads kohya files of this width only."""
+
+_BLOCK = r"transformer\.(?:single_)?transformer_blocks\.\d+"
+_ATTENTION = r"attn\.(?:to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
+_MLP = r"ff(?:_context)?\.net\.(?:0\.proj|2)|proj_mlp|proj_out"
+_MODULATION = r"norm1?(?:_context)?\.linear"
+
+
+class Flux(TransformerFamily):
+    name = "flux"
+    title = "FLUX.1"
+    side_multiple = 16
+    usual_guidance = 3.5
+    caption_tokens = (128, 256, 512)
+    lora_loader = "FluxLoraLoaderMixin"
+    distilled = True
+    patch = PATCH
+    text_parts = ("text_encoder", "text_encoder_2")
+    block_lists: ClassVar = {"double": "transformer_blocks", "single": "single_transformer_blocks"}
+    lora_targets: ClassVar[dict[str, str]] = {
+        "auto": rf"{_BLOCK}\.(?:{_ATTENTION})",
+        "attention": rf"{_BLOCK}\.(?:{_ATTENTION})",
+        "attention+mlp": rf"{_BLOCK}\.(?:{_ATTENTION}|{_MLP})",
+        "all": rf"{_BLOCK}\.(?:{_ATTENTION}|{_MLP}|{_MODULATION})",
+    }
+
+    def __init__(
+        self, source: Source, settings: ModelConfig, networks: Networks, clip: _text.Chunks, t5: Any, tokens: int | None
+    ) -> None:
+        super().__init__(source, settings, networks)
+        self.clip, self.t5 = clip, t5
+        self.guided = bool(self.components["transformer"].config.get("guidance_embeds"))
+        config = self.components["transformer"].config
+        self.width = int(config["attention_head_dim"]) * int(config["num_attention_heads"])
+        self.kohya_slots = self._kohya_slot
+        self.kohya_as_released = self.width == RELEASED_WIDTH
+        self.tokens = tokens or (DEV_TOKENS if self.guided else SCHNELL_TOKENS)
+        self.token_limit = self.tokens - 1  # the end mark
+        self.notices += [] if self.guided else [_schnell_notice()]
+
+    @classmethod
+    def recognise(cls, source: Source) -> float:
+        return 1.0 if source.looks_like() is Kind.FLUX else 0.0
+
+    @classmethod
+    def shipped_architecture(cls) -> Path:
+        return _architecture.ARCH / "flux"
+
+    @classmethod
+    def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "Flux":
+        if source.looks_like() is not Kind.FLUX:
+            raise refusal(source)
+        transformer = Transformer(FluxTransformer2DModel.from_config, _flux_names.derive)
+        networks = open_parts(source, settings, "flux", transformer, (CLIP_L, T5_XXL, VAE))
+        _refuse_controls(networks, source)
+        standard = _architecture.shipped("flux", "tokenizer")
+        tokenizer = _tokenizers.find_tokenizer(source, settings.tokenizer, "tokenizer", standard)
+        vocabulary = int(networks.components["text_encoder"].config["vocab_size"])
+        clip = _text.make_chunks(tokenizer, None, vocabulary, source.what)
+        t5 = _tokenizers.find_t5_tokenizer(source, settings.tokenizer, "tokenizer_2")
+        return cls(source, settings, networks, clip, t5, max_caption_tokens)
+
+    def widths(self) -> list[tuple[str, int, int]]:
+        config = {name: component.config for name, component in self.components.items()}
+        transformer = config["transformer"]
+        return [
+            ("text_encoder", int(config["text_encoder"]["hidden_size"]), int(transformer["pooled_projection_dim"])),
+            ("text_encoder_2", int(config["text_encoder_2"]["d_model"]), int(transformer["joint_attention_dim"])),
+            ("vae", int(config["vae"]["latent_channels"]) * PATCH**2, int(transformer["in_channels"])),
+        ]
+
+    # -- captions
+
+    def tokenizers(self) -> list[Any]:
+        return [_tokenizers.fingerprint(self.clip.tokenizer), _tokenizers.fingerprint(self.t5), self.tokens]
+
+    def tokenize(self, captions: Sequence[str]) -> list[Example]:
+        return [{"input_ids": self.clip.ids(caption), "input_ids_2": self._t5_ids(caption)} for caption in captions]
+
+    def _t5_ids(self, caption: str) -> Tensor:
+        """(L,) with the end mark, padded with 0."""
+        ids = self.t5(caption, padding="max_length", max_length=self.tokens, truncation=True).input_ids
+        return torch.tensor([*ids, *[0] * (self.tokens - len(ids))], dtype=torch.int64)
+
+    def count_tokens(self, caption: str) -> int:
+        return len(self.t5(caption, add_special_tokens=False, verbose=False).input_ids)
+
+    def encode_ids(self, model: nn.ModuleDict, batch: Batch) -> Batch:
+        clip, t5 = cast(Any, model["text_encoder"]), cast(Any, model["text_encoder_2"])
+        pooled = clip(input_ids=batch["input_ids"][:, 0]).pooler_output
+        return {"pooled_embeds": pooled, "prompt_embeds": t5(input_ids=batch["input_ids_2"]).last_hidden_state}
+
+    # -- training
+
+    def predict(self, model: nn.ModuleDict, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        if "prompt_embeds" not in batch:
+            batch = {**batch, **self.encode_ids(model, batch)}
+        transformer = cast(Any, model["transformer"])
+        dtype, (height, width) = transformer.x_embedder.weight.dtype, x_t.shape[-2:]
+        guidance = batch.get("guidance", torch.full_like(timesteps, self.training_guidance, dtype=torch.float32))
+        predicted: Tensor = transformer(
+            hidden_states=pack(x_t.to(dtype)),
+            timestep=timesteps.to(dtype) / 1000,
+            guidance=guidance if self.guided else None,
+            pooled_projections=batch["pooled_embeds"].to(dtype),
+            encoder_hidden_states=batch["prompt_embeds"].to(dtype),
+            txt_ids=torch.zeros(batch["prompt_embeds"].shape[1], 3, device=x_t.device),
+            img_ids=positions(height // PATCH, width // PATCH, x_t.device),
+        ).sample
+        return unpack(predicted, height, width)
+
+    def example_batch(self, batch_size: int, size: tuple[int, int]) -> Batch:
+        transformer = self.components["transformer"].config
+        return {
+            "latents": torch.zeros(self.latents_shape(batch_size, size)),
+            "seeds": torch.zeros(batch_size, dtype=torch.int64),
+            "weight": torch.ones(batch_size),
+            "prompt_embeds": torch.zeros(batch_size, self.tokens, int(transformer["joint_attention_dim"])),
+            "pooled_embeds": torch.zeros(batch_size, int(transformer["pooled_projection_dim"])),
+        }
+
+    # -- output
+
+    def _kohya_slot(self, path: str) -> Slot | None:
+        found = _flux_names.original(path.removeprefix("transformer."), self.width)
+        if found is None or found.name.endswith("adaLN_modulation.1"):  # its halves are exchanged there
+            return None
+        return Slot(f"lora_unet_{found.name.replace('.', '_')}", found.slot, found.rows)
+
+    def metadata(self) -> dict[str, str]:
+        variant = "dev" if self.guided else "schnell"
+        return {
+            "modelspec.architecture": f"flux-1-{variant}/lora",
+            "modelspec.prediction_type": "flow",
+            "ss_base_model_version": "flux1",
+            "ss_guidance_scale": str(self.training_guidance),
+            "ss_sd_model_name": self.source.title(),
+        }
+
+
+def pack(latents: Tensor) -> Tensor:
+    """(B, C, H, W) -> (B, H/2 · W/2, 4C)."""
+    batch, channels, height, width = latents.shape
+    cells = latents.view(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
+    return cells.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * PATCH**2)
+
+
+def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
+    """The inverse; `height` and `width` of the latents."""
+    cells = tokens.view(len(tokens), height // PATCH, width // PATCH, -1, PATCH, PATCH)
+    return cells.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), -1, height, width)
+
+
+def positions(rows: int, columns: int, device: torch.device) -> Tensor:
+    """(rows · columns, 3): nothing, row, column."""
+    row = torch.arange(rows, device=device, dtype=torch.float32)[:, None].expand(rows, columns)
+    column = torch.arange(columns, device=device, dtype=torch.float32)[None, :].expand(rows, columns)
+    return torch.stack([torch.zeros_like(row), row, column], -1).reshape(-1, 3)
+
+
+def _refuse_controls(networks: Networks, source: Source) -> None:
+    config = networks.components["transformer"].config
+    has, takes = int(config["in_channels"]), int(networks.components["vae"].config["latent_channels"]) * PATCH**2
+    if (has > takes and has % takes == 0) or has == 384:
+        raise SourceError(
+            t(
+                pt=f"{source.title()} é um FLUX.1 Fill, Depth ou Canny ({has} canais de entrada)",
+                en=f"{source.title()} is a FLUX.1 Fill, Depth or Canny ({has} input channels)",
+            ),
+            t(pt="use o FLUX.1 dev de que ele foi feito; o LoRA também funciona na variante",
+              en="use the FLUX.1 dev it was made from; the LoRA works on the variant as well"),
+            source.what,
+        )  # fmt: skip
+
+
+def _schnell_notice() -> str:
+    return t(
+        pt="o modelo base é um FLUX.1 schnell, destilado para 4 passos: treinar nele desfaz aos poucos a destilação; treine "
+        "no FLUX.1 dev (o LoRA também funciona no schnell), ou prefira poucos passos e taxa baixa",
+        en="the base is a FLUX.1 schnell, distilled to 4 steps: training on it undoes the distillation bit by bit; train on "
+        "FLUX.1 dev (the LoRA works on schnell too), or prefer few steps and a low rate",
+    )
+
+
+FAMILY = Flux

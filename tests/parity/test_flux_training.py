@@ -1,0 +1,194 @@
+"""FLUX.1 under every memory technique, alone and together, against the plain run; and its files against FluxPipeline's loader."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.flux_bases import write_files
+from torch import Tensor, nn
+
+from lora_trainer import adapters
+from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
+from lora_trainer.export.verify import verify
+from lora_trainer.export.write import save_adapter
+from lora_trainer.families import resolve
+from lora_trainer.families._base import Batch
+from lora_trainer.families.flux import Flux
+from lora_trainer.loop import Trainee, train
+from lora_trainer.memory._base import MemoryPlan, Technique
+from lora_trainer.memory.activation_offload import ActivationOffload
+from lora_trainer.memory.block_streaming import BlockStreaming, streaming_report
+from lora_trainer.memory.cast_fp8 import CastFp8
+from lora_trainer.memory.gradient_checkpointing import GradientCheckpointing, recomputations
+from lora_trainer.memory.mixed_precision import MixedPrecision
+from lora_trainer.memory.optimizer_8bit import Optimizer8bit
+from lora_trainer.memory.optimizer_in_backward import OptimizerInBackward
+from lora_trainer.memory.quantize_4bit import Quantize4bit
+from lora_trainer.memory.quantize_8bit import Quantize8bit
+from lora_trainer.optimizers import param_groups
+
+CPU = torch.device("cpu")
+CHECKPOINTING, OFFLOAD = GradientCheckpointing(), ActivationOffload(min_bytes=1)
+STREAMING, HALF = BlockStreaming(), BlockStreaming(fraction=0.5)
+BF16 = MixedPrecision("bf16", "cpu")
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    root: Path = tmp_path_factory.mktemp("flux")
+    return {kind: write_files(root / kind, kind)[0] for kind in ("fp32", "fp8", "gguf")}
+
+
+class Run:
+    """Two optimizer steps of two micro-batches; `losses` and how far the adapter `moved`."""
+
+    def __init__(self, options: dict[str, str], *techniques: Technique, dtype: torch.dtype = torch.float32, **more: Any) -> None:
+        settings = ModelConfig(**options, lora_rank=4, **{"lora_targets": "all", **more})
+        family = resolve(settings, DataConfig())
+        assert isinstance(family, Flux)
+        training = TrainingConfig(learning_rate=1e-3, max_grad_norm=0.0)
+        family.configure(training, DataConfig())
+        self.family, plan = family, MemoryPlan(techniques)
+        self.model = family.load_model(CPU, dtype, prepare=lambda m: plan.convert(m, family.blocks(m)))
+        groups = family.blocks(self.model)
+        self.adapter = adapters.inject(self.model, family, settings, seed=0, formats=("diffusers",))
+        self._disturb()
+        plan.wrap(self.model, groups)
+        named = self.adapter.named_parameters()
+        start = self._flat()
+        trainee = Trainee(
+            family, self.model, list(named.values()), plan.build_optimizer(param_groups(named, training), training),
+            plan.scaler(), plan, CPU, 0, 0.0,
+        )  # fmt: skip
+        one = any(isinstance(technique, OptimizerInBackward) for technique in techniques)
+        windows = ((step, [self._batch(2 * step), *([] if one else [self._batch(2 * step + 1)])]) for step in range(2))
+        self.losses = [report.loss for report in train(trainee, windows, lambda step: 1.0)]
+        self.moved = self._flat() - start
+
+    @torch.no_grad()
+    def _disturb(self) -> None:
+        for key, parameter in self.adapter.named_parameters().items():
+            if "lora_B" in key:
+                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(key)))
+
+    def _flat(self) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in self.adapter.named_parameters().values()])
+
+    def _batch(self, number: int) -> Batch:
+        generator = torch.Generator().manual_seed(number)
+        batch = self.family.example_batch(2, (64, 32))
+        random = {k: torch.randn(v.shape, generator=generator) for k, v in batch.items() if k not in ("seeds", "weight")}
+        return {**batch, **random, "seeds": torch.tensor([2 * number, 2 * number + 1])}
+
+
+LOSSLESS: dict[str, tuple[Technique, ...]] = {
+    "checkpointing": (CHECKPOINTING,),
+    "streaming": (CHECKPOINTING, STREAMING),
+    "half streamed": (CHECKPOINTING, HALF),
+    "offload": (CHECKPOINTING, OFFLOAD),
+    "all": (CHECKPOINTING, STREAMING, OFFLOAD),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(bases: dict[str, dict[str, str]]) -> Run:
+    return Run(bases["fp32"])
+
+
+@pytest.mark.parametrize("techniques", LOSSLESS.values(), ids=LOSSLESS)
+def test_a_technique_changes_no_number(bases, plain, techniques):
+    run = Run(bases["fp32"], *techniques)
+    assert run.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert torch.allclose(run.moved, plain.moved, atol=1e-4)
+    assert recomputations(run.model) > 0
+    if any(isinstance(technique, BlockStreaming) for technique in techniques):
+        report = streaming_report(run.model)
+        assert report is not None
+        assert report.loads >= report.blocks > 1
+
+
+@pytest.mark.parametrize("kind", ["fp8", "gguf"])
+def test_a_stored_base_streams_without_a_change(bases, kind):
+    resident, streamed = Run(bases[kind]), Run(bases[kind], CHECKPOINTING, STREAMING, OFFLOAD)
+    assert streamed.losses == pytest.approx(resident.losses, rel=1e-5)
+    assert torch.allclose(streamed.moved, resident.moved, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("techniques", "bound"),
+    [((Quantize4bit(), Quantize8bit()), 0.1), ((Quantize8bit(),), 0.02), ((CastFp8(),), 0.05), ((Optimizer8bit(),), 1e-3)],
+    ids=["nf4", "int8", "fp8", "8-bit optimizer"],
+)  # fmt: skip
+def test_a_quantiser_stays_within_its_bound(bases, plain, techniques, bound):
+    run = Run(bases["fp32"], *techniques)
+    assert run.losses == pytest.approx(plain.losses, rel=bound)
+    assert not torch.equal(run.moved, plain.moved)
+
+
+def test_bf16_with_everything(bases, plain):
+    mixed = Run(bases["fp32"], BF16, CHECKPOINTING, STREAMING, OFFLOAD, dtype=torch.bfloat16)
+    assert mixed.losses == pytest.approx(plain.losses, rel=0.02)
+
+
+def test_the_optimizer_may_step_in_the_backward_pass(bases):
+    stepped = Run(bases["fp32"], CHECKPOINTING, OptimizerInBackward())
+    assert all(loss > 0 for loss in stepped.losses)
+    assert stepped.moved.abs().max() > 0
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "kohya"])
+@pytest.mark.parametrize("targets", ["attention", "attention+mlp", "all"])
+def test_the_pipelines_loader_gives_the_trained_output(bases, tmp_path, targets, layout):
+    run = Run(bases["fp32"], lora_targets=targets, lora_alpha=8)
+    path = save_adapter(run.adapter, run.family, tmp_path / "x.safetensors", layout, "fp32", run.family.metadata())
+    found = verify(run.model, run.adapter, run.family, path, run.family.probe)
+    assert found.output_difference < 1e-4
+    assert found.effect > 1e-3
+    assert found.num_modules == len([m for m in run.model.modules() if hasattr(m, "lora_A")])
+
+
+def test_a_damaged_file_does_not_pass(bases, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    from lora_trainer.errors import UserError
+
+    run = Run(bases["fp32"], lora_targets="attention")
+    path = save_adapter(run.adapter, run.family, tmp_path / "x.safetensors", "diffusers", "fp32", {})
+    tensors = load_file(path)
+    key = next(key for key in tensors if "lora_B" in key)
+    save_file({**tensors, key: tensors[key] * 1.01}, path)
+    with pytest.raises(UserError):
+        verify(run.model, run.adapter, run.family, path, run.family.probe)
+
+
+def test_presets_of_targets(bases):
+    family = resolve(ModelConfig(**bases["fp32"]), DataConfig())
+    model = family.load_model(torch.device("meta"), torch.float32)
+    linears = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    blocks = {name for name in linears if "_blocks." in name}
+    found = {
+        name: set(adapters.find_targets(model, family, ModelConfig(lora_targets=name), ("diffusers", "kohya")))
+        for name in ("auto", "attention", "attention+mlp", "all")
+    }
+    assert found["auto"] == found["attention"] < found["attention+mlp"] < found["all"] == blocks
+    assert len(found["attention"]) == 2 * 8 + 2 * 3
+
+
+def test_dora_in_a_diffusers_file_and_not_in_kohyas(bases, tmp_path):
+    from lora_trainer.errors import ConfigError
+
+    run = Run(bases["fp32"], lora_targets="attention", dora=True)
+    path = save_adapter(run.adapter, run.family, tmp_path / "x.safetensors", "diffusers", "fp32", {})
+    assert verify(run.model, run.adapter, run.family, path, run.family.probe).output_difference < 1e-4
+    settings = ModelConfig(**bases["fp32"], dora=True)
+    with pytest.raises(ConfigError, match="DoRA"):
+        adapters.check_targets(run.family, settings, ("diffusers", "kohya"))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_files_in_16_bits(bases, tmp_path, precision):
+    run = Run(bases["fp32"], lora_targets="attention+mlp", lora_alpha=1)
+    for layout in ("diffusers", "kohya"):
+        path = save_adapter(run.adapter, run.family, tmp_path / f"{layout}.safetensors", layout, precision, {})
+        assert verify(run.model, run.adapter, run.family, path, run.family.probe).effect > 0
