@@ -24,3 +24,13 @@ def _portuguese():
     errors.set_language("auto")
     yield
     errors.set_language("auto")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _bases_in_a_folder_of_pytests(tmp_path_factory):
+    """What helpers write once for many tests goes away with pytest's other folders."""
+    import tempfile
+
+    before, tempfile.tempdir = tempfile.tempdir, str(tmp_path_factory.mktemp("bases"))
+    yield
+    tempfile.tempdir = before

@@ -3,39 +3,47 @@
 A change that is meant to move it rewrites the file: python tests/golden/test_losses.py
 """
 
+# ruff: noqa: E402
 import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 FILE = Path(__file__).with_name("losses.json")
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-RELEASES = ("sd1", "sd2", "sdxl", "flux")
-TRAINING = {"flux": {"peso_niveis": "cosmap", "orientacao": 2}}
-"""Options that the family's loss depends on; the others predict noise."""
-NOISE = {"gama_min_snr": 5, "deslocamento_ruido": 0.05}
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "recipes")]
+
+from helpers import bases
+
+FLOW = {"peso_niveis": "cosmap"}
+TRAINING: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("sd1", "sd2", "sdxl"), {"gama_min_snr": 5, "deslocamento_ruido": 0.05}),
+    **dict.fromkeys(bases.NAMES, FLOW),
+    "flux": {**FLOW, "orientacao": 2},
+}
+"""Release -> options that its loss depends on."""
 
 
 def losses(folder: Path, release: str) -> list[float]:
     from recipe import events, make, run
 
-    config = make(folder, release, treino=TRAINING.get(release, NOISE), modelo={"alvos_lora": "tudo"})
+    config = make(folder, release, treino=TRAINING[release], modelo={"alvos_lora": "tudo"})
     assert run(config) == 0
     return [row["loss"] for row in events(folder / "saida" / "lora")]
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", TRAINING)
 def test_loss_curve(tmp_path, release):
     expected = json.loads(FILE.read_text())[release]
     assert losses(tmp_path, release) == pytest.approx(expected, rel=1e-4)
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
     found = {}
-    for name in RELEASES:
+    for name in TRAINING:
         with tempfile.TemporaryDirectory() as place:
             found[name] = losses(Path(place), name)
     FILE.write_text(json.dumps(found, indent=1) + "\n")

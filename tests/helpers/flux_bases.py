@@ -24,6 +24,10 @@ from .original_checkpoint import original_names, write_words
 WIDTH, HEADS = 64, 2
 WORDS = ["▁a", "▁photo", "▁of", "▁cat", "▁on", "▁red", ",", "▁", *"abcdefghijklmnopqrstuvwxyz0123456789"]
 FP8 = torch.float8_e4m3fn
+KINDS = ("fp32", "fp8", "fp8_scaled", "gguf", "all_in_one")
+PIPELINE = "FluxPipeline"
+NARROW = {"num_layers": 3, "num_single_layers": 4, "num_attention_heads": 2}
+"""The released transformer at a twelfth of its width, with fewer blocks."""
 
 
 def write_t5_tokenizer(folder: Path) -> int:

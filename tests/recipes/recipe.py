@@ -7,12 +7,13 @@ import subprocess
 import sys
 import time
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
-from helpers import flux_bases
+from helpers import bases
 from helpers.original_checkpoint import write_folder, write_single_file
 from PIL import Image
 
@@ -43,14 +44,14 @@ def make(folder: Path, release: str = "sd1", *, single_file: bool = True, **sect
 
 
 def write_base(folder: Path, release: str, *, single_file: bool) -> dict[str, str]:
-    """The options of `modelo` that name it. Of FLUX, single files are those of ComfyUI's users."""
-    if release == "flux" and single_file:
-        options, _ = flux_bases.write_files(folder)
+    """The options of `modelo` that name it. Of transformer families, single files are those of ComfyUI's users."""
+    if release in bases.NAMES and single_file:
+        options, _ = bases.of(release).write_files(folder)
         return {english: os.path.relpath(path, folder) for english, path in options.items()}
     if single_file:
         write_single_file(folder / "base.safetensors", release)
         return {"modelo_base": "base.safetensors", "tokenizador": "words"}
-    (flux_bases.write_folder(folder / "base") if release == "flux" else write_folder(folder / "base", release))
+    (bases.of(release).write_folder if release in bases.NAMES else partial(write_folder, release=release))(folder / "base")
     return {"modelo_base": "base"}
 
 

@@ -1,20 +1,22 @@
-"""FLUX.1 under every memory technique, alone and together, against the plain run; and its files against FluxPipeline's loader."""
+"""Every transformer family under every memory technique against the plain run; its files against its pipeline's loader."""
 
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from helpers.flux_bases import write_files
+from helpers.bases import NAMES, STORED, plain, written
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lora_trainer import adapters
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
+from lora_trainer.errors import ConfigError, UserError
 from lora_trainer.export.verify import verify
 from lora_trainer.export.write import save_adapter
-from lora_trainer.families import resolve
+from lora_trainer.families import family_class, resolve
 from lora_trainer.families._base import Batch
-from lora_trainer.families.flux import Flux
+from lora_trainer.families._transformer import TransformerFamily
 from lora_trainer.loop import Trainee, train
 from lora_trainer.memory._base import MemoryPlan, Technique
 from lora_trainer.memory.activation_offload import ActivationOffload
@@ -34,19 +36,13 @@ STREAMING, HALF = BlockStreaming(), BlockStreaming(fraction=0.5)
 BF16 = MixedPrecision("bf16", "cpu")
 
 
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    root: Path = tmp_path_factory.mktemp("flux")
-    return {kind: write_files(root / kind, kind)[0] for kind in ("fp32", "fp8", "gguf")}
-
-
 class Run:
     """Two optimizer steps of two micro-batches; `losses` and how far the adapter `moved`."""
 
     def __init__(self, options: dict[str, str], *techniques: Technique, dtype: torch.dtype = torch.float32, **more: Any) -> None:
         settings = ModelConfig(**options, lora_rank=4, **{"lora_targets": "all", **more})
         family = resolve(settings, DataConfig())
-        assert isinstance(family, Flux)
+        assert isinstance(family, TransformerFamily)
         training = TrainingConfig(learning_rate=1e-3, max_grad_norm=0.0)
         family.configure(training, DataConfig())
         self.family, plan = family, MemoryPlan(techniques)
@@ -78,7 +74,7 @@ class Run:
     def _batch(self, number: int) -> Batch:
         generator = torch.Generator().manual_seed(number)
         batch = self.family.example_batch(2, (64, 32))
-        random = {k: torch.randn(v.shape, generator=generator) for k, v in batch.items() if k not in ("seeds", "weight")}
+        random = {k: torch.randn(v.shape, generator=generator) for k, v in batch.items() if v.is_floating_point() and k != "weight"}
         return {**batch, **random, "seeds": torch.tensor([2 * number, 2 * number + 1])}
 
 
@@ -91,16 +87,17 @@ LOSSLESS: dict[str, tuple[Technique, ...]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def plain(bases: dict[str, dict[str, str]]) -> Run:
-    return Run(bases["fp32"])
+@cache
+def plain_run(name: str) -> Run:
+    return Run(plain(name))
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("techniques", LOSSLESS.values(), ids=LOSSLESS)
-def test_a_technique_changes_no_number(bases, plain, techniques):
-    run = Run(bases["fp32"], *techniques)
-    assert run.losses == pytest.approx(plain.losses, rel=1e-5)
-    assert torch.allclose(run.moved, plain.moved, atol=1e-4)
+def test_a_technique_changes_no_number(name, techniques):
+    run, expected = Run(plain(name), *techniques), plain_run(name)
+    assert run.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert torch.allclose(run.moved, expected.moved, atol=1e-4)
     assert recomputations(run.model) > 0
     if any(isinstance(technique, BlockStreaming) for technique in techniques):
         report = streaming_report(run.model)
@@ -108,39 +105,46 @@ def test_a_technique_changes_no_number(bases, plain, techniques):
         assert report.loads >= report.blocks > 1
 
 
-@pytest.mark.parametrize("kind", ["fp8", "gguf"])
-def test_a_stored_base_streams_without_a_change(bases, kind):
-    resident, streamed = Run(bases[kind]), Run(bases[kind], CHECKPOINTING, STREAMING, OFFLOAD)
+@pytest.mark.parametrize(("name", "kind"), STORED)
+def test_a_stored_base_streams_without_a_change(name, kind):
+    options = written(name, kind)[0]
+    resident, streamed = Run(options), Run(options, CHECKPOINTING, STREAMING, OFFLOAD)
     assert streamed.losses == pytest.approx(resident.losses, rel=1e-5)
     assert torch.allclose(streamed.moved, resident.moved, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("techniques", "bound"),
     [((Quantize4bit(), Quantize8bit()), 0.1), ((Quantize8bit(),), 0.02), ((CastFp8(),), 0.05), ((Optimizer8bit(),), 1e-3)],
     ids=["nf4", "int8", "fp8", "8-bit optimizer"],
 )  # fmt: skip
-def test_a_quantiser_stays_within_its_bound(bases, plain, techniques, bound):
-    run = Run(bases["fp32"], *techniques)
-    assert run.losses == pytest.approx(plain.losses, rel=bound)
-    assert not torch.equal(run.moved, plain.moved)
+def test_a_quantiser_stays_within_its_bound(name, techniques, bound):
+    run, expected = Run(plain(name), *techniques), plain_run(name)
+    assert run.losses == pytest.approx(expected.losses, rel=bound)
+    assert not torch.equal(run.moved, expected.moved)
 
 
-def test_bf16_with_everything(bases, plain):
-    mixed = Run(bases["fp32"], BF16, CHECKPOINTING, STREAMING, OFFLOAD, dtype=torch.bfloat16)
-    assert mixed.losses == pytest.approx(plain.losses, rel=0.02)
+@pytest.mark.parametrize("name", NAMES)
+def test_bf16_with_everything(name):
+    mixed = Run(plain(name), BF16, CHECKPOINTING, STREAMING, OFFLOAD, dtype=torch.bfloat16)
+    assert mixed.losses == pytest.approx(plain_run(name).losses, rel=0.02)
 
 
-def test_the_optimizer_may_step_in_the_backward_pass(bases):
-    stepped = Run(bases["fp32"], CHECKPOINTING, OptimizerInBackward())
+@pytest.mark.parametrize("name", NAMES)
+def test_the_optimizer_may_step_in_the_backward_pass(name):
+    stepped = Run(plain(name), CHECKPOINTING, OptimizerInBackward())
     assert all(loss > 0 for loss in stepped.losses)
     assert stepped.moved.abs().max() > 0
 
 
-@pytest.mark.parametrize("layout", ["diffusers", "kohya"])
+FORMATS = [(name, layout) for name in NAMES for layout in family_class(name).formats]
+
+
+@pytest.mark.parametrize(("name", "layout"), FORMATS)
 @pytest.mark.parametrize("targets", ["attention", "attention+mlp", "all"])
-def test_the_pipelines_loader_gives_the_trained_output(bases, tmp_path, targets, layout):
-    run = Run(bases["fp32"], lora_targets=targets, lora_alpha=8)
+def test_the_pipelines_loader_gives_the_trained_output(name, tmp_path, targets, layout):
+    run = Run(plain(name), lora_targets=targets, lora_alpha=8)
     path = save_adapter(run.adapter, run.family, tmp_path / "x.safetensors", layout, "fp32", run.family.metadata())
     found = verify(run.model, run.adapter, run.family, path, run.family.probe)
     assert found.output_difference < 1e-4
@@ -148,47 +152,44 @@ def test_the_pipelines_loader_gives_the_trained_output(bases, tmp_path, targets,
     assert found.num_modules == len([m for m in run.model.modules() if hasattr(m, "lora_A")])
 
 
-def test_a_damaged_file_does_not_pass(bases, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    from lora_trainer.errors import UserError
-
-    run = Run(bases["fp32"], lora_targets="attention")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_damaged_file_does_not_pass(name, tmp_path):
+    run = Run(plain(name), lora_targets="attention")
     path = save_adapter(run.adapter, run.family, tmp_path / "x.safetensors", "diffusers", "fp32", {})
     tensors = load_file(path)
     key = next(key for key in tensors if "lora_B" in key)
-    save_file({**tensors, key: tensors[key] * 1.01}, path)
+    save_file({**tensors, key: tensors[key] * 1.5}, path)
     with pytest.raises(UserError):
         verify(run.model, run.adapter, run.family, path, run.family.probe)
 
 
-def test_presets_of_targets(bases):
-    family = resolve(ModelConfig(**bases["fp32"]), DataConfig())
+@pytest.mark.parametrize("name", NAMES)
+def test_presets_of_targets(name):
+    family = resolve(ModelConfig(**plain(name)), DataConfig())
     model = family.load_model(torch.device("meta"), torch.float32)
-    linears = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    blocks = {name for name in linears if "_blocks." in name}
+    inside = {id(layer) for group in family.blocks(model) for block in group.blocks for layer in block.modules()}
+    linears = {path for path, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) in inside}
     found = {
-        name: set(adapters.find_targets(model, family, ModelConfig(lora_targets=name), ("diffusers", "kohya")))
-        for name in ("auto", "attention", "attention+mlp", "all")
+        targets: set(adapters.find_targets(model, family, ModelConfig(lora_targets=targets), family.formats))
+        for targets in ("auto", "attention", "attention+mlp", "all")
     }
-    assert found["auto"] == found["attention"] < found["attention+mlp"] < found["all"] == blocks
-    assert len(found["attention"]) == 2 * 8 + 2 * 3
+    assert found["auto"] == found["attention"] < found["attention+mlp"] <= found["all"] <= linears
+    assert len(found["attention"]) >= 4 * sum(len(group.blocks) for group in family.blocks(model)) * 0.7
 
 
-def test_dora_in_a_diffusers_file_and_not_in_kohyas(bases, tmp_path):
-    from lora_trainer.errors import ConfigError
-
-    run = Run(bases["fp32"], lora_targets="attention", dora=True)
+@pytest.mark.parametrize("name", NAMES)
+def test_dora_in_a_diffusers_file_and_not_in_a_fused_one(name, tmp_path):
+    run = Run(plain(name), lora_targets="attention", dora=True)
     path = save_adapter(run.adapter, run.family, tmp_path / "x.safetensors", "diffusers", "fp32", {})
     assert verify(run.model, run.adapter, run.family, path, run.family.probe).output_difference < 1e-4
-    settings = ModelConfig(**bases["fp32"], dora=True)
-    with pytest.raises(ConfigError, match="DoRA"):
-        adapters.check_targets(run.family, settings, ("diffusers", "kohya"))
+    if run.family.kohya_slots is not None:
+        with pytest.raises(ConfigError, match="DoRA"):
+            adapters.check_targets(run.family, ModelConfig(**plain(name), dora=True), ("diffusers", "kohya"))
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_files_in_16_bits(bases, tmp_path, precision):
-    run = Run(bases["fp32"], lora_targets="attention+mlp", lora_alpha=1)
-    for layout in ("diffusers", "kohya"):
-        path = save_adapter(run.adapter, run.family, tmp_path / f"{layout}.safetensors", layout, precision, {})
+@pytest.mark.parametrize(("name", "layout"), FORMATS)
+def test_files_in_16_bits(name, layout, tmp_path):
+    run = Run(plain(name), lora_targets="attention+mlp", lora_alpha=1)
+    for precision in ("fp16", "bf16"):
+        path = save_adapter(run.adapter, run.family, tmp_path / f"{precision}.safetensors", layout, precision, {})
         assert verify(run.model, run.adapter, run.family, path, run.family.probe).effect > 0

@@ -1,0 +1,118 @@
+"""Bases of every diffusion-transformer family, in every layout people have: loaded with the right weights, kept as stored."""
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import bases
+from helpers.bases import KINDED, LOSSY, NAMES, STORED, weights, written
+
+from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
+from lora_trainer.errors import ConfigError, SourceError
+from lora_trainer.families import resolve
+from lora_trainer.families._transformer import TransformerFamily
+
+CPU = torch.device("cpu")
+
+
+def opened(options: dict[str, str], **more: Any) -> TransformerFamily:
+    family = resolve(ModelConfig(**{**options, **more}), DataConfig())
+    assert isinstance(family, TransformerFamily)
+    return family
+
+
+@pytest.mark.parametrize(("name", "kind"), [*KINDED, *((name, "folder") for name in NAMES)])
+def test_every_layout_gives_its_weights(name, kind):
+    options, modules = written(name, kind)
+    family = opened(options)
+    assert family.name == name
+    model, encoders = family.load_model(CPU, torch.float32), family.load_text_encoders(CPU, torch.float32)
+    loaded = {**dict(model.items()), **dict(encoders.items()), "vae": family.load_vae(CPU, torch.float32)}
+    assert {"transformer", "vae", *family.text_parts} == loaded.keys()
+    for part, module in loaded.items():
+        ours = weights(module)
+        assert ours
+        own = modules[part].state_dict()
+        missing = ours.keys() - own.keys()
+        assert not missing, f"{part}: {sorted(missing)[:4]}"
+        for key, value in ours.items():
+            if value.is_floating_point():
+                error = (value - own[key]).abs().max() / own[key].abs().max().clamp(min=1e-9)
+                assert error <= LOSSY.get(kind, 0.0), f"{part}.{key}: {error}"
+
+
+@pytest.mark.parametrize(("name", "kind"), STORED)
+def test_what_is_stored_in_few_bits_stays_so(name, kind):
+    options, _ = written(name, kind)
+    family = opened(options)
+    model = family.load_model(CPU, torch.bfloat16)
+    packed = [m for m in model["transformer"].modules() if hasattr(m, "packed")]
+    plain = [m for m in model["transformer"].modules() if isinstance(m, torch.nn.Linear) and not hasattr(m, "packed")]
+    stored = sum(t.nbytes for layer in packed for t in layer.packed())
+    count = sum(layer.weight_shape.numel() for layer in packed)
+    assert count > 4 * sum(layer.weight.numel() for layer in plain)
+    assert stored < 1.2 * count, "about a byte a weight"
+    assert "fica como está no arquivo" in "".join(family.notices)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_missing_parts_are_asked_for_together(name):
+    options = bases.plain(name)
+    with pytest.raises(SourceError) as error:
+        opened({key: value for key, value in options.items() if key in ("base_model", "tokenizer")})
+    assert "só traz parte do modelo" in str(error.value)
+    assert "modelo.vae" in str(error.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_in_the_wrong_slot_is_refused(name):
+    options = bases.plain(name)
+    for slot, given in (("vae", "text_encoder"), ("text_encoder", "vae"), ("vae", "base_model")):
+        with pytest.raises(SourceError, match=r"parece"):
+            opened({**options, slot: options[given]})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_encoder_in_the_base_slot_is_told_its_place(name):
+    with pytest.raises(SourceError):
+        opened({"base_model": bases.plain(name)["vae"]})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_options_of_other_families_are_refused(name):
+    for option in ({"train_text_encoder": True}, {"prediction_type": "epsilon"}, {"clip_skip": 2}):
+        with pytest.raises(ConfigError, match="não se aplica a"):
+            opened(bases.plain(name), **option)
+    with pytest.raises(ConfigError, match="maximo_tokens"):
+        resolve(ModelConfig(**bases.plain(name)), DataConfig(max_caption_tokens=75))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_captions_encoded_while_training(name):
+    """`cache_codificador_texto: nao`: the encoders are part of the model, and nothing else changes."""
+    family = opened(bases.plain(name))
+    family.configure(TrainingConfig(), DataConfig())
+    model = family.load_model(CPU, torch.float32, with_text=True)
+    batch = family.example_batch(1, (64, 64))
+    batch = {key: batch[key] for key in ("latents", "seeds", "weight")}
+    batch["latents"] = torch.randn(batch["latents"].shape)
+    [ids], [embeds] = family.tokenize(["a cat"]), family.encode_text(model, ["a cat"])
+    losses = [family.loss(model, {**batch, **{k: v[None] for k, v in text.items()}}).item() for text in (ids, embeds)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_captions_of_unlike_lengths_in_one_batch(name):
+    """Each example's loss is what it is alone."""
+    family = opened(bases.plain(name))
+    family.configure(TrainingConfig(), DataConfig())
+    model, encoders = family.load_model(CPU, torch.float32), family.load_text_encoders(CPU, torch.float32)
+    texts = family.encode_text(encoders, ["a cat", "a photo of a cat on red, a photo of a red cat on a cat on a photo"])
+    latents = torch.randn(family.latents_shape(2, (64, 32)))
+    examples = [{**text, "latents": latents[i]} for i, text in enumerate(texts)]
+
+    def loss(rows: list[int]) -> float:
+        batch = family.collate([examples[row] for row in rows])
+        return family.loss(model, {**batch, "seeds": torch.tensor(rows), "weight": torch.ones(len(rows))}).item()
+
+    assert loss([0, 1]) == pytest.approx(loss([0]) + loss([1]), rel=1e-4)
