@@ -31,6 +31,7 @@ OPTION_OF_TECHNIQUE: dict[str, names.Key] = {
     "EmbeddingOffload": ("memory", "embedding_offload"),
     "BlockStreaming": ("memory", "block_streaming"),
     "ActivationOffload": ("memory", "activation_offload"),
+    "OptimizerOffload": ("memory", "optimizer_offload"),
     "OptimizerInBackward": ("memory", "optimizer_in_backward"),
     "MixedPrecision": ("training", "mixed_precision"),
 }

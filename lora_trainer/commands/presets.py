@@ -34,6 +34,7 @@ SHOWN: tuple[names.Key, ...] = (
     ("memory", "embedding_offload"),
     ("memory", "block_streaming"),
     ("memory", "activation_offload"),
+    ("memory", "optimizer_offload"),
     ("memory", "vae_tiling"),
 )
 OF_IMAGES: tuple[names.Key, ...] = (("data", "resolution"), ("memory", "vae_tiling"))

@@ -149,6 +149,16 @@ _CONFLICTS = (
         ("use `{second}: 0` ou apague `{first}`", "use `{second}: 0` or delete `{first}`"),
     ),
     _Conflict(
+        ("memory", "optimizer_offload"),
+        ("memory", "optimizer_in_backward"),
+        lambda c: c.memory.optimizer_offload == "yes" and c.memory.optimizer_in_backward == "yes",
+        (
+            "`{first}` não anda com `{second}`, que atualiza cada peso no meio do backward",
+            "`{first}` excludes `{second}`, which updates each weight in the middle of the backward pass",
+        ),
+        ("apague um dos dois", "delete one of the two"),
+    ),
+    _Conflict(
         ("training", "ema"),
         ("memory", "optimizer_in_backward"),
         lambda c: c.training.ema > 0 and c.memory.optimizer_in_backward == "yes",
@@ -199,6 +209,79 @@ _CONFLICTS = (
         ("mude a máscara, ou apague a pasta", "change the mask, or delete the folder"),
     ),
     _Conflict(
+        ("model", "adapter_kind"),
+        ("model", "dora"),
+        lambda c: c.model.adapter_kind != "lora" and c.model.dora,
+        (
+            "`{first}: {c.model.adapter_kind}` não anda com `{second}`, que é do LoRA",
+            "`{first}: {c.model.adapter_kind}` excludes `{second}`, which belongs to LoRA",
+        ),
+        ("apague `{second}`", "delete `{second}`"),
+    ),
+    _Conflict(
+        ("model", "adapter_kind"),
+        ("training", "lora_plus_ratio"),
+        lambda c: c.model.adapter_kind != "lora" and c.training.lora_plus_ratio != 1,
+        (
+            "`{second}` vale para a matriz B do LoRA, que `{first}: {c.model.adapter_kind}` não tem",
+            "`{second}` is about LoRA's matrix B, which `{first}: {c.model.adapter_kind}` has not",
+        ),
+        ("apague `{second}`", "delete `{second}`"),
+    ),
+    _Conflict(
+        ("model", "lora_init"),
+        ("model", "adapter_kind"),
+        lambda c: c.model.lora_init == "pissa" and c.model.adapter_kind != "lora",
+        (
+            "`{first}: pissa` é do LoRA; `{second}: {c.model.adapter_kind}` começa de outro jeito",
+            "`{first}: pissa` belongs to LoRA; `{second}: {c.model.adapter_kind}` starts in another way",
+        ),
+        ("apague `{first}`", "delete `{first}`"),
+    ),
+    _Conflict(
+        ("model", "lora_init"),
+        ("model", "dora"),
+        lambda c: c.model.lora_init == "pissa" and c.model.dora,
+        (
+            "`{first}: pissa` não anda com `{second}`, que mede a norma do peso inteiro",
+            "`{first}: pissa` excludes `{second}`, which measures the norm of the whole weight",
+        ),
+        ("apague um dos dois", "delete one of the two"),
+    ),
+    _Conflict(
+        ("model", "lora_init"),
+        ("model", "lora_dropout"),
+        lambda c: c.model.lora_init == "pissa" and c.model.lora_dropout > 0,
+        (
+            "`{first}: pissa` não anda com `{second}`: o que se apaga seria parte do próprio modelo base",
+            "`{first}: pissa` excludes `{second}`: what is dropped would be a part of the base itself",
+        ),
+        ("apague `{second}`", "delete `{second}`"),
+    ),
+    _Conflict(
+        ("model", "lora_init"),
+        ("model", "initial_lora"),
+        lambda c: c.model.lora_init == "pissa" and c.model.initial_lora is not None,
+        (
+            "`{first}: pissa` e `{second}` são dois começos para o mesmo LoRA",
+            "`{first}: pissa` and `{second}` are two starts of the same LoRA",
+        ),
+        (
+            "para continuar um LoRA feito com pissa, apague `{first}` e dobre o rank",
+            "to continue a LoRA made with pissa, delete `{first}` and double the rank",
+        ),
+    ),
+    _Conflict(
+        ("model", "lora_rules"),
+        ("training", "optimizer"),
+        lambda c: c.training.optimizer == "prodigy" and any("rate" in rule for rule in c.model.lora_rules),
+        (
+            "`{first}` dá taxas próprias, e o prodigy usa uma só, que ele mesmo acha",
+            "`{first}` gives rates of their own, and prodigy uses a single one, which it finds itself",
+        ),
+        ("apague as taxas das regras, ou use outro otimizador", "delete the rules' rates, or use another optimizer"),
+    ),
+    _Conflict(
         ("training", "zero_terminal_snr"),
         ("model", "prediction_type"),
         lambda c: c.training.zero_terminal_snr and c.model.prediction_type == "epsilon",
@@ -227,6 +310,7 @@ def contradictions(facts: Facts) -> list[Problem]:
         ("training", "lr_warmup"): _warmup,
         ("model", "family"): _family,
         ("model", "lora_targets"): _targets,
+        ("model", "lora_rules"): _layer_rules,
         ("data", "background"): _background,
         ("training", "betas"): _betas,
     }
@@ -268,6 +352,19 @@ def _targets(facts: Facts, key: Key) -> Problem | None:
         )
         option = names.options()[key]
         return Problem(message, facts.where(key), t(pt=option.doc_pt, en=option.doc_en))
+    return None
+
+
+def _layer_rules(facts: Facts, key: Key) -> Problem | None:
+    for rule in facts.config.model.lora_rules:
+        try:
+            re.compile(rule["target"])
+        except re.error as error:
+            message = t(
+                pt=f"`{facts.name(key)}`: expressão regular inválida em `{rule['target']}` ({error})",
+                en=f"`{facts.name(key)}`: invalid regular expression in `{rule['target']}` ({error})",
+            )
+            return Problem(message, facts.where(key))
     return None
 
 

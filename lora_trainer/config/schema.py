@@ -16,6 +16,7 @@ from .fields import (
     Number,
     PathOrHub,
     Resolution,
+    Rules,
     Section,
     Share,
     Switch,
@@ -33,9 +34,10 @@ _NO = {"nao": "no", "não": "no"}
 WORDS: dict[str, dict[str, str]] = {
     "lora_targets": {"atencao": "attention", "atencao+mlp": "attention+mlp", "tudo": "all"},
     "mixed_precision": {"nao": "no", "não": "no", "fp32": "no"},
+    "lora_init": {"padrao": "default", "padrão": "default"},
     "prediction_type": {"v": "v_prediction", "eps": "epsilon"},
     "measure": {"demo_linguagem": "demo_language"},
-    "timestep_sampling": {"uniforme": "uniform", "moda": "mode"},
+    "timestep_sampling": {"uniforme": "uniform", "moda": "mode", "parábola": "parabola"},
     "loss_weighting": {"nenhum": "none", "nao": "none", "não": "none", "no": "none"},
     "bad_images": {"parar": "stop", "pular": "skip"},
     "uncaptioned": {"usar": "use", "pular": "skip", "parar": "stop"},
@@ -55,6 +57,7 @@ WORDS: dict[str, dict[str, str]] = {
     "block_streaming": _NO,
     "embedding_offload": _YES_NO,
     "activation_offload": _YES_NO,
+    "optimizer_offload": _YES_NO,
     "optimizer_in_backward": _YES_NO,
     "vae_tiling": _YES_NO,
     "text_quantization": _NO,
@@ -118,6 +121,10 @@ class ModelConfig(Section):
         1, pt="pular_clip", ge=1, le=12,
         doc_pt="Camada do CLIP contada do fim (1 = última, 2 = penúltima). Só SD 1.x.",
         doc_en="CLIP layer counted from the end (1 = last, 2 = penultimate). SD 1.x only.")
+    adapter_kind: Literal["lora", "loha", "lokr"] = option(
+        "lora", pt="tipo_adaptador",
+        doc_pt="O que se treina sobre cada camada: lora; ou loha e lokr (LyCORIS), só em modelos de imagem.",
+        doc_en="What is trained on each layer: lora; or loha and lokr (LyCORIS), in image models only.")
     lora_rank: Integer = option(
         16, pt="classificacao_lora", ge=1, le=1024, doc_pt="Rank (posto) do LoRA.", doc_en="Rank of the LoRA.")
     lora_alpha: Number | None = option(
@@ -143,6 +150,22 @@ class ModelConfig(Section):
         False, pt="rslora", doc_pt="Força alfa/raiz(rank) (rsLoRA).", doc_en="Strength alpha/sqrt(rank) (rsLoRA).")
     dora: Boolean = option(
         False, pt="dora", doc_pt="Decompõe direção e magnitude (DoRA).", doc_en="Weight-decomposed LoRA (DoRA).")
+    lokr_factor: Integer | None = option(
+        None, pt="fator_lokr", ge=2, le=1024,
+        doc_pt="LoKr: tamanho da primeira matriz (4, 8 ou 16 são usuais; menor guarda mais). Sem valor: perto da raiz.",
+        doc_en="LoKr: size of the first matrix (4, 8 or 16 are usual; smaller holds more). Unset: near the square root.")
+    lora_init: Literal["default", "pissa"] = option(
+        "default", pt="inicializacao_lora",
+        doc_pt="Como o LoRA começa: padrao (B = 0), ou pissa (as componentes principais do modelo base; o arquivo final tem "
+        "o dobro do rank).",
+        doc_en="How the LoRA starts: default (B = 0), or pissa (the base's principal components; the final file has twice "
+        "the rank).")
+    lora_rules: Rules = option(
+        [], pt="regras_lora",
+        doc_pt="Rank, alfa ou taxa de aprendizado de algumas das camadas, por expressão regular: "
+        "[{alvo: 'attn2', rank: 32, alfa: 16, taxa: 5e-5}]. Vale a primeira regra que combina.",
+        doc_en="Rank, alpha or learning rate of some of the layers, by regular expression: "
+        "[{target: 'attn2', rank: 32, alpha: 16, rate: 5e-5}]. The first rule that matches counts.")
     train_text_encoder: Boolean = option(
         False, pt="treinar_codificador_texto",
         doc_pt="Treina também um LoRA nos codificadores de texto.", doc_en="Also train a LoRA on the text encoders.")
@@ -150,6 +173,10 @@ class ModelConfig(Section):
         None, pt="lora_inicial",
         doc_pt="Arquivo LoRA de onde continuar (mesmo rank e alvos).",
         doc_en="LoRA file to continue from (same rank and targets).")
+    training_lora: LocalPath | None = option(
+        None, pt="lora_de_treino",
+        doc_pt="LoRA que o modelo base usa só no treino, como o adaptador de treino do Z-Image Turbo; fora do arquivo final.",
+        doc_en="LoRA that the base wears while training only, such as Z-Image Turbo's training adapter; not in the final file.")
 
 
 class DataConfig(Section):
@@ -377,12 +404,12 @@ class TrainingConfig(Section):
     timestep_max: Integer = option(
         1000, pt="passo_ruido_maximo", ge=1, le=1000,
         doc_pt="Maior nível de ruído (não incluído).", doc_en="Highest timestep (exclusive).")
-    timestep_sampling: Literal["auto", "uniform", "logit_normal", "mode"] = option(
+    timestep_sampling: Literal["auto", "uniform", "logit_normal", "mode", "parabola"] = option(
         "auto", pt="amostragem_passo_ruido",
-        doc_pt="Como os níveis de ruído são sorteados (FLUX e outros de fluxo retificado): auto (logit_normal), uniforme, "
-        "logit_normal ou moda.",
-        doc_en="How noise levels are drawn (FLUX and others of rectified flow): auto (logit_normal), uniform, logit_normal "
-        "or mode.")
+        doc_pt="Como os níveis de ruído são sorteados (FLUX e outros de fluxo retificado): auto (o da família: parábola no "
+        "Chroma, logit_normal nos outros), uniforme, logit_normal, moda ou parábola.",
+        doc_en="How noise levels are drawn (FLUX and others of rectified flow): auto (the family's: parabola for Chroma, "
+        "logit_normal for others), uniform, logit_normal, mode or parabola.")
     timestep_shift: Number | None = option(
         None, pt="deslocamento_passo_ruido", ge=0, le=100,
         doc_pt="Desloca os níveis para mais ruído (3 é usual; 1 não desloca; 0: conforme a resolução). Sem valor: o da "
@@ -461,6 +488,10 @@ class MemoryConfig(Section):
         "auto", pt="descarga_ativacoes",
         doc_pt="Guarda na RAM as ativações dos checkpoints de gradiente.",
         doc_en="Keep the activations of gradient checkpoints in RAM.")
+    optimizer_offload: Switch = option(
+        "auto", pt="descarga_otimizador",
+        doc_pt="Guarda na RAM os momentos do otimizador; os de cada peso vêm à placa só para a sua atualização.",
+        doc_en="Keep the optimizer's moments in RAM; each weight's come to the card for its own update only.")
     optimizer_in_backward: Switch = option(
         "no", pt="otimizador_no_backward",
         doc_pt="Atualiza cada peso assim que seu gradiente existe; sem acumulação e sem corte de gradiente.",
@@ -521,11 +552,14 @@ class SamplesConfig(Section):
     every: Integer = option(
         0, pt="cada", ge=0, le=MAX_STEPS,
         doc_pt="A cada N passos; 0: só no fim.", doc_en="Every N steps; 0: only at the end.")
-    steps: Integer = option(25, pt="passos", ge=1, le=200, doc_pt="Passos do amostrador.", doc_en="Sampler steps.")
+    steps: Integer | None = option(
+        None, pt="passos", ge=1, le=200,
+        doc_pt="Passos do amostrador. Sem valor: os da família (25; 8 no Z-Image Turbo).",
+        doc_en="Sampler steps. Unset: the family's (25; 8 for Z-Image Turbo).")
     guidance: Number | None = option(
         None, pt="orientacao", ge=0, le=50,
-        doc_pt="Força do prompt (CFG). Sem valor: a da família (7 no SD e SDXL, 3.5 no FLUX).",
-        doc_en="CFG scale. Unset: the family's (7 for SD and SDXL, 3.5 for FLUX).")
+        doc_pt="Força do prompt (CFG). Sem valor: a da família (7 no SD e SDXL, 3.5 no FLUX…).",
+        doc_en="CFG scale. Unset: the family's (7 for SD and SDXL, 3.5 for FLUX, …).")
     seed: Integer = option(
         0, pt="semente", ge=0, le=2**63 - 1, doc_pt="Semente das amostras.", doc_en="Seed of the previews.")
     resolution: Resolution | None = option(

@@ -8,10 +8,11 @@ import logging
 import os
 import tempfile
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..tracker import host_memory
@@ -22,6 +23,19 @@ CPU = torch.device("cpu")
 
 def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
+
+
+def compute_device(model: nn.Module, streamed: Iterable[nn.Module] = ()) -> torch.device:
+    """Where a model computes: where its weights are, packed or not, that are not brought from a `home` elsewhere.
+
+    `streamed`: blocks that will be.
+    """
+    inside = {id(module) for block in streamed for module in block.modules()}
+    here = (module for module in model.modules() if id(module) not in inside and not hasattr(module, "home"))
+    tensors = (tensor for module in here for tensor in (*module._parameters.values(), *module._buffers.values()))
+    found = next((tensor.device for tensor in tensors if tensor is not None), None)
+    assert found is not None, "a model is more than its streamed blocks"
+    return found
 
 
 def host_buffer(nbytes: int, like: Tensor, *, locked: bool = False) -> Tensor:

@@ -31,11 +31,13 @@ Moment = tuple[bool, int]
 
 
 def frozen_tensors(block: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """(dictionary that owns it, name, tensor) of everything in a block that is not trained."""
+    """(dictionary that owns it, name, tensor) of everything in a block that is not trained, nor names itself in `stays`:
+    what an adapter is measured from has to be read outside its block's turn too."""
     for module in block.modules():
+        stays = getattr(module, "stays", ())
         for owner in (module._parameters, module._buffers):
             for name, tensor in owner.items():
-                if tensor is not None and not tensor.requires_grad and tensor.numel():
+                if tensor is not None and not tensor.requires_grad and tensor.numel() and name not in stays:
                     yield owner, name, tensor
 
 

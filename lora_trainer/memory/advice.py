@@ -14,6 +14,7 @@ from ..config.schema import Config
 from ..errors import DoesNotFitError, language, t
 from ..optimizers import EIGHT_BIT
 from ..progress import gib
+from .options import OPTIMIZER_OFFLOAD, moments_can_leave
 
 Cost = Literal["time", "numbers", "result"]
 """What a remedy takes: only time; a bounded change of numbers; another result, which needs the user's word."""
@@ -155,6 +156,7 @@ _SWITCHES: tuple[names.Key, ...] = (
     ("memory", "embedding_offload"),
     ("memory", "block_streaming"),
     ("memory", "activation_offload"),
+    OPTIMIZER_OFFLOAD,
     ("memory", "vae_tiling"),
     ("memory", "text_streaming"),
     ("memory", "text_quantization"),
@@ -205,6 +207,11 @@ def _streaming(config: Config, phase: str) -> Iterator[Remedy]:
 def _offload(config: Config, phase: str) -> Iterator[Remedy]:
     if config.memory.activation_offload != "yes" and phase not in CACHING + PREVIEW:
         yield Remedy({("memory", "activation_offload"): "yes"}, "time")
+
+
+def _moments(config: Config, phase: str) -> Iterator[Remedy]:
+    if config.memory.optimizer_offload != "yes" and phase not in CACHING and moments_can_leave(config):
+        yield Remedy({OPTIMIZER_OFFLOAD: "yes"}, "time")
 
 
 def _tiling(config: Config, phase: str) -> Iterator[Remedy]:
@@ -258,6 +265,7 @@ _RULES: tuple[_Rule, ...] = (
     _embeddings,
     _streaming,
     _offload,
+    _moments,
     _tiling,
     _encoders,
     _text_cache,

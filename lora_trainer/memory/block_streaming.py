@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..families._base import BlockGroup
 from ._base import ConvertTechnique, WrapTechnique
-from ._host import CPU, host_buffer, is_fake, mapped_buffer
+from ._host import CPU, compute_device, host_buffer, is_fake, mapped_buffer
 from ._streaming import Master, Ring, Streamed, frozen_bytes, frozen_tensors
 
 
@@ -50,7 +50,7 @@ class BlockStreaming(ConvertTechnique, WrapTechnique):
         chosen = [block for block in blocks if _has_home(block)] or choose(blocks, self.fraction)
         if not chosen:
             return
-        device = _device_of(model, chosen)
+        device = compute_device(model, chosen)
         masters = [self._master(block, device) for block in chosen]
         ring = Ring(masters, device, self.slots)
         for index, block in enumerate(chosen):
@@ -60,9 +60,10 @@ class BlockStreaming(ConvertTechnique, WrapTechnique):
     def _master(self, block: nn.Module, device: torch.device) -> Master:
         for layer in block.modules():
             vars(layer).pop("stow", None)
-        for parameter in block.parameters():
-            if parameter.requires_grad and parameter.device != device:  # peft puts adapters where the base is
-                parameter.data = parameter.data.to(device)
+        kept = (getattr(module, name) for module in block.modules() for name in getattr(module, "stays", ()))
+        for tensor in (*(parameter for parameter in block.parameters() if parameter.requires_grad), *kept):
+            if tensor.device != device:  # peft puts adapters where the base is
+                tensor.data = tensor.data.to(device)
         return Master(block, functools.partial(self._buffer, device))
 
     def _buffer(self, device: torch.device, nbytes: int, like: Tensor) -> Tensor:
@@ -130,15 +131,6 @@ def _blocks(groups: Iterable[BlockGroup]) -> list[nn.Module]:
 
 def _has_home(block: nn.Module) -> bool:
     return any(hasattr(layer, "home") for layer in block.modules())
-
-
-def _device_of(model: nn.Module, blocks: Sequence[nn.Module]) -> torch.device:
-    """Where the model computes: where its weights outside the streamed blocks are."""
-    inside = {id(module) for block in blocks for module in block.modules()}
-    outside = [module for module in model.modules() if id(module) not in inside and not hasattr(module, "home")]
-    found = next((p.device for module in outside for p in module._parameters.values() if p is not None), None)
-    assert found is not None, "a model is more than its streamed blocks"
-    return found
 
 
 @torch.no_grad()

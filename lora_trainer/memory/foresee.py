@@ -103,6 +103,8 @@ class Question:
         options = self.config.model_dump(mode="json", include={"model", "training", "memory", "data", "samples"})
         for private in ("base_model", "vae", "tokenizer", "architecture", "initial_lora"):
             options["model"].pop(private)
+        if worn := options["model"]["training_lora"]:
+            options["model"]["training_lora"] = Path(worn).stat().st_size if Path(worn).is_file() else None
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("config", "source", "written")}
         facts = [_code(), options, own, sorted(self.written), _architecture(self.source)]
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]

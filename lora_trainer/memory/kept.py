@@ -14,7 +14,7 @@ from ..config.names import Key
 from ..config.schema import Config
 from ..progress import write_json
 from .foresee import Foresight, keys, named
-from .options import EMBEDDINGS, OPTIMIZER_8BIT, QUANTIZATION, SOLVED
+from .options import EMBEDDINGS, OPTIMIZER_8BIT, OPTIMIZER_OFFLOAD, QUANTIZATION, SOLVED, moments_can_leave
 from .recover import CHECKPOINTING, Rung
 
 FORESEEN = ("fits", "peak_gib", "phases", "saves")
@@ -38,6 +38,8 @@ def plain_values(config: Config) -> dict[Key, Any]:
     values = {key: getattr(getattr(config, key[0]), key[1]) for key in SOLVED}
     if values[EMBEDDINGS] == "auto":
         del values[EMBEDDINGS]
+    if not moments_can_leave(config):
+        del values[OPTIMIZER_OFFLOAD]
     values = {key: "no" if value == "auto" else value for key, value in values.items()}
     return {**values, CHECKPOINTING: "no" if config.training.gradient_checkpointing == "no" else "yes"}
 

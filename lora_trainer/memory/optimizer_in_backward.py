@@ -1,9 +1,8 @@
 """Step each parameter as soon as its gradient is complete, and free the gradient (Lv et al. 2023, LOMO; torch's tutorial).
 
-One optimizer a parameter, of the kind the settings name, behind one object that looks like the usual optimizer: same
-groups, same state, so states are saved and resumed either way. Its `step` only finishes. The learning rate must be set
-before the backward pass. What needs all gradients at once (clipping by their norm, several micro-batches a step, a loss
-scaler, an optimizer with one estimate for all) cannot go with it; nor can a window be redone once its backward pass began.
+There is one optimizer a parameter (_per_parameter.py); `step` only finishes. The learning rate must be set before the
+backward pass. What needs all gradients at once (clipping by their norm, several micro-batches a step, a loss scaler, an
+optimizer with one estimate for all) cannot go with it; nor can a window be redone once its backward pass began.
 """
 
 from collections.abc import Callable
@@ -16,45 +15,24 @@ from torch import Tensor, nn
 from ..config.schema import TrainingConfig
 from ..errors import t
 from ..hardware import Precision
-from ..optimizers import Groups, build_optimizer, resolve_name
+from ..optimizers import Groups, build_optimizer
 from ._base import OptimizerTechnique
-
-NOT_SEPARABLE = ("prodigy", "schedulefree_adamw")
-"""One estimate, or one average of the run, for all parameters."""
+from ._per_parameter import PerParameter, not_separable
 
 
-class InBackward(torch.optim.Optimizer):
-    """Looks like the one optimizer that all these are instead of."""
-
+class InBackward(PerParameter):
     def __init__(self, groups: Groups, build: Callable[[Groups], torch.optim.Optimizer]) -> None:
-        super().__init__([dict(group) for group in groups], {})
-        self._inner: dict[nn.Parameter, tuple[torch.optim.Optimizer, int]] = {}
+        super().__init__(groups, build)
         self._squares: Tensor | None = None
-        self._hooks = []
-        for place, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                self._inner[parameter] = (build([{**group, "params": [parameter]}]), place)
-                self._mirror(parameter)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._step_one))
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._step_one) for parameter in self._inner]
 
     @torch.no_grad()
     def _step_one(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         square = parameter.grad.float().square().sum()
         self._squares = square if self._squares is None else self._squares + square
-        inner, place = self._inner[parameter]
-        inner.param_groups[0]["lr"] = self.param_groups[place]["lr"]
-        inner.step()
+        super()._step_one(parameter)
         parameter.grad = None
-        self._mirror(parameter)
-
-    def _mirror(self, parameter: nn.Parameter) -> None:
-        """Show the state of one of them as part of the whole; some count their steps in the group."""
-        inner, place = self._inner[parameter]
-        if parameter in inner.state:
-            self.state[parameter] = inner.state[parameter]
-        kept = ("params", "lr", "base_lr")
-        self.param_groups[place].update((k, v) for k, v in inner.param_groups[0].items() if k not in kept)
 
     @property
     def begun(self) -> bool:
@@ -66,20 +44,8 @@ class InBackward(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Only gradients that no backward pass left, but somebody set, are still there to step on."""
-        for parameter in self._inner:
-            if parameter.grad is not None:
-                self._step_one(parameter)
+        super().step(closure)
         self._squares = None
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Through each one's own loading, which knows its dtypes."""
-        for place, saved in enumerate(state_dict["param_groups"]):
-            self.param_groups[place].update((key, value) for key, value in saved.items() if key != "params")
-            for number, parameter in zip(saved["params"], self.param_groups[place]["params"], strict=True):
-                own = {number: state_dict["state"][number]} if number in state_dict["state"] else {}
-                one = {"state": own, "param_groups": [{**saved, "params": [number]}]}
-                self._inner[parameter][0].load_state_dict(one)
-                self._mirror(parameter)
 
     def close(self) -> None:
         """Leave the parameters alone, so that another optimizer may have them."""
@@ -116,13 +82,8 @@ class OptimizerInBackward(OptimizerTechnique):
                     en="mixed_precision: fp16 (a step that overflows could not be redone)",
                 )
             )
-        if (name := resolve_name(settings)) in NOT_SEPARABLE:
-            reasons.append(
-                t(
-                    pt=f"otimizador: {name} (usa uma estimativa comum a todos os parâmetros)",
-                    en=f"optimizer: {name} (has one estimate for all parameters)",
-                )
-            )
+        if whole := not_separable(settings):
+            reasons.append(whole)
         return "; ".join(reasons) or None
 
 

@@ -14,7 +14,16 @@ OFFLOAD: Key = ("memory", "activation_offload")
 QUANTIZATION: Key = ("memory", "base_quantization")
 EMBEDDINGS: Key = ("memory", "embedding_offload")
 """Solved, and in a plan's values, only where the base has vocabulary layers outside its blocks."""
-SOLVED = (CHECKPOINTING, OPTIMIZER_8BIT, EMBEDDINGS, STREAMING, OFFLOAD, QUANTIZATION)
+OPTIMIZER_OFFLOAD: Key = ("memory", "optimizer_offload")
+"""The same, where the optimizer steps each parameter by itself."""
+SOLVED = (CHECKPOINTING, OPTIMIZER_8BIT, EMBEDDINGS, STREAMING, OFFLOAD, OPTIMIZER_OFFLOAD, QUANTIZATION)
+NOT_SEPARABLE = ("prodigy", "schedulefree_adamw")
+"""Optimizers with one estimate, or one average of the run, for all parameters."""
+
+
+def moments_can_leave(config: Config) -> bool:
+    """Whether `optimizer_offload` may be on."""
+    return config.training.optimizer not in NOT_SEPARABLE and config.memory.optimizer_in_backward != "yes"
 
 
 def with_values(config: Config, values: dict[Key, Any]) -> Config:

@@ -3,9 +3,9 @@
 A plan that is returned was simulated, never estimated. Estimates (estimate.py) only choose what to simulate next, so two
 or three simulations do: the resident base with recomputation first, which tells how much must go; then either nothing at
 all, or a large vocabulary's layers in host memory, whose bytes cross once where a streamed block's cross twice, then as
-little streaming as will do, then activations in host memory too, then what changes numbers within bounds: 8-bit moments,
-a quantised base. Streaming comes before offloading because a byte costs the same and its copies are known ahead.
-Resolution, length, rank and the batch are never touched.
+little streaming as will do, then activations and at last moments in host memory too, then what changes numbers within
+bounds: 8-bit moments, a quantised base. Streaming comes before offloading because a byte costs the same and its copies are
+known ahead. Resolution, length, rank and the batch are never touched.
 
 A preset that was chosen by free memory leaves its memory options to the planner, but for the quantised base it may ask for:
 that is part of what is trained. One that the user named comes first as it is, and is only tightened, never loosened, where
@@ -26,12 +26,22 @@ from ..families._base import Family
 from ..hardware import Precision
 from ..optimizers import EIGHT_BIT
 from .estimate import Blocks, peak_at
-from .options import CHECKPOINTING, EMBEDDINGS, OFFLOAD, OPTIMIZER_8BIT, QUANTIZATION, STREAMING, with_values
+from .options import (
+    CHECKPOINTING,
+    EMBEDDINGS,
+    OFFLOAD,
+    OPTIMIZER_8BIT,
+    OPTIMIZER_OFFLOAD,
+    QUANTIZATION,
+    STREAMING,
+    moments_can_leave,
+    with_values,
+)
 from .simulate import Prediction, Shape, simulate_run, simulation_device
 from .techniques import make_plan
 
 NOTHING: dict[Key, Any] = {
-    CHECKPOINTING: "no", OPTIMIZER_8BIT: "no", STREAMING: "no", OFFLOAD: "no", QUANTIZATION: "no",
+    CHECKPOINTING: "no", OPTIMIZER_8BIT: "no", STREAMING: "no", OFFLOAD: "no", OPTIMIZER_OFFLOAD: "no", QUANTIZATION: "no",
 }  # fmt: skip
 LOSSY: tuple[dict[Key, Any], ...] = (
     {OPTIMIZER_8BIT: "yes"},
@@ -97,7 +107,7 @@ class Planner:
         for candidate in self._candidates():
             if candidate.fits(self.available):
                 return candidate
-        return min(self.tried, key=lambda candidate: candidate.peak)
+        return self._tightest()
 
     def simulate(self, values: dict[Key, Any]) -> Candidate:
         """Once for each set of values."""
@@ -121,7 +131,10 @@ class Planner:
     @property
     def nothing(self) -> dict[Key, Any]:
         """No option that saves memory is on; those that would change nothing for this base are not there."""
-        return {**NOTHING, EMBEDDINGS: "no"} if self.blocks_stored("no").vocabulary else NOTHING
+        values = {**NOTHING, EMBEDDINGS: "no"} if self.blocks_stored("no").vocabulary else dict(NOTHING)
+        if not moments_can_leave(self.config):
+            del values[OPTIMIZER_OFFLOAD]
+        return values
 
     def _candidates(self) -> Iterator[Candidate]:
         """The first that fits is the answer. Lazily: what is simulated next depends on what was simulated before."""
@@ -137,6 +150,7 @@ class Planner:
         if lean.values[CHECKPOINTING] == "yes":
             yield from self._streamed(lean)
             yield from self._offloaded(lean)
+        yield from self._moments_away()
         yield from self._lossy()
 
     def _without_vocabulary(self, known: Candidate) -> Iterator[Candidate]:
@@ -169,10 +183,23 @@ class Planner:
             yield from self._loosened(full)
         yield full
 
+    def _moments_away(self) -> Iterator[Candidate]:
+        """The moments in host memory too, if that should do: copies that no computing hides."""
+        tightest = self._tightest()
+        values = self._fixed({**tightest.values, OPTIMIZER_OFFLOAD: "yes"})
+        if OPTIMIZER_OFFLOAD not in self.nothing or values == tightest.values or self.available is None:
+            return
+        if _least_possible(tightest, values) > self.available:
+            return
+        candidate = self.simulate(values)
+        if candidate.fits(self.available):
+            yield from self._loosened(candidate)
+        yield candidate
+
     def _lossy(self) -> Iterator[Candidate]:
         """On top of everything else; what cannot help enough even at best is left out."""
-        tightest = min(self.tried, key=lambda candidate: candidate.peak)
-        for lossy in LOSSY:
+        tightest = self._tightest()
+        for lossy in (extra | lossy for lossy in LOSSY for extra in self._with_and_without_moments()):
             everything = {**self.nothing, CHECKPOINTING: "yes", STREAMING: 1.0, OFFLOAD: "yes"}
             values = self._fixed({**self._away(everything), **lossy})
             if not self._has_8bit():
@@ -185,6 +212,12 @@ class Planner:
             if candidate.fits(self.available):
                 yield from self._loosened(candidate)
             yield candidate
+
+    def _with_and_without_moments(self) -> list[dict[Key, Any]]:
+        return [{}, {OPTIMIZER_OFFLOAD: "yes"}] if OPTIMIZER_OFFLOAD in self.nothing else [{}]
+
+    def _tightest(self) -> Candidate:
+        return min(self.tried, key=lambda candidate: candidate.peak)
 
     def _loosened(self, candidate: Candidate) -> Iterator[Candidate]:
         """The same with fewer streamed blocks, if there is room."""
@@ -256,6 +289,8 @@ def _least_possible(known: Candidate, values: dict[Key, Any]) -> int:
     """Below this the lossy options cannot bring the peak, even if everything frozen were made of linear layers."""
     causes = max(known.prediction.phases.values(), key=lambda phase: phase.total).causes
     gone = causes["optimizer"] * SAVED_8BIT if values[OPTIMIZER_8BIT] == "yes" else 0.0
+    if values.get(OPTIMIZER_OFFLOAD) == "yes":
+        gone = causes["optimizer"]
     if known.values[QUANTIZATION] == "no":
         gone += causes["frozen"] * SAVED_QUANTIZED.get(values[QUANTIZATION], 0.0)
     return known.peak - int(gone)

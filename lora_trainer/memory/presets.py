@@ -17,6 +17,7 @@ from ..card import Card
 from ..config import names, presets
 from ..config.loading import Loaded, load
 from ..config.reading import SIZE
+from ..families import family_class
 from ..hardware import choose_precision
 from ..picker import Choice, preset_budget
 from ..progress import gib
@@ -31,8 +32,6 @@ MARK = "# pico simulado:"
 COMMON = Card("", (8, 0))
 """The cards that presets are made for are taken to be of the RTX 30 series."""
 ROOMY = Ram(total=64 * 2**30, available=64 * 2**30)
-SHAPES = {2.0: "qwen3-1.7b", 5.0: "qwen3-4b", 10.0: "llama-3.1-8b", 16.0: "qwen3-14b", 40.0: "qwen3-32b"}
-"""The model that stands for a size of the presets' `tamanhos:`."""
 _FAMILY_LINE = re.compile(r"^  (\w+):")
 _SIZE_LINE = re.compile(rf"^      {SIZE.pattern}:")
 
@@ -93,12 +92,13 @@ def write_peaks(predict: Predict, folder: Path = presets.FOLDER) -> None:
     """Put the predicted peak of each family, or of each of its sizes, into the comment under its name, in every preset."""
     for name in presets.names():
         path = folder / f"{name}.yaml"
-        base, lines = "", []
+        base, family, lines = "", "", []
         for line in path.read_text(encoding="utf-8").splitlines():
             if match := _FAMILY_LINE.match(line):
-                base = f"model.family={match[1]}"
+                family = match[1]
+                base = f"model.family={family}"
             elif match := _SIZE_LINE.match(line):
-                base = f"model.architecture={SHAPES[float(match[1])]}"
+                base = f"model.architecture={family_class(family).sizes[float(match[1])]}"
             lines.append(_with_peak(line, path, name, base, predict) if MARK in line else line)
         with replacing(path) as temporary:
             temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")

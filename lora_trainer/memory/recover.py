@@ -1,8 +1,9 @@
 """After an out-of-memory in mid-run: was it one, and what is the next, tighter rung?
 
 Only rungs that change no number: smaller micro-batches of the same window, recomputation, embeddings and activations in host
-memory, more streamed blocks. What the user fixed stays. The run drops the half-done window, takes a rung and does the window
-again, so the effective batch, the order of the data and the noise are those of a run that had the last plan from its start.
+memory, more streamed blocks, the optimizer's moments in host memory. What the user fixed stays. The run drops the half-done
+window, takes a rung and does the window again, so the effective batch, the order of the data and the noise are those of a run
+that had the last plan from its start.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ CHECKPOINTING: Key = ("training", "gradient_checkpointing")
 EMBEDDINGS: Key = ("memory", "embedding_offload")
 OFFLOAD: Key = ("memory", "activation_offload")
 STREAMING: Key = ("memory", "block_streaming")
+OPTIMIZER_OFFLOAD: Key = ("memory", "optimizer_offload")
 MICRO_BATCH: Key = ("training", "micro_batch")
 """No option, but fixed where a window cannot be split."""
 SHARES = (0.25, 0.5, 0.75, 1.0)
@@ -101,7 +103,8 @@ def next_rung(rung: Rung, fixed: frozenset[Key] = frozenset(), phase: str = "tra
     """The next tighter one; None below the last. `fixed`: options that are not ours to change.
 
     What keeps fewer activations helps only where there is a backward pass; loading, the optimizer's update and saving want
-    fewer weights on the card. Plans of bases without a vocabulary of their own do not hold the option of its layers.
+    fewer weights on the card. Options that mean nothing to a run (a base without a vocabulary, an optimizer that cannot be
+    taken apart) are not among a plan's values.
     """
     values, size, learns = rung.values, rung.micro_batch, phase == "train"
     if size > 1 and MICRO_BATCH not in fixed and (learns or phase == "validation"):
@@ -112,12 +115,19 @@ def next_rung(rung: Rung, fixed: frozenset[Key] = frozenset(), phase: str = "tra
     if EMBEDDINGS not in fixed and values.get(EMBEDDINGS) == "no":
         return Rung({**values, EMBEDDINGS: "yes"}, size)
     if not recomputed and CHECKPOINTING in fixed:
-        return None  # all that is below needs it
+        return _moments_away(rung, fixed)  # all that is between needs it
     if learns and OFFLOAD not in fixed and values.get(OFFLOAD) != "yes":
         return Rung({**values, OFFLOAD: "yes"}, size)
     share = values.get(STREAMING)
     now = float(share) if isinstance(share, (int, float)) else 0.0
     more = next((step for step in SHARES if step > now), None)
     if STREAMING in fixed or more is None:
-        return None
+        return _moments_away(rung, fixed)
     return Rung({**values, CHECKPOINTING: "yes", STREAMING: more}, size)
+
+
+def _moments_away(rung: Rung, fixed: frozenset[Key]) -> Rung | None:
+    """Last, because these copies are not hidden behind computing."""
+    if OPTIMIZER_OFFLOAD in fixed or rung.values.get(OPTIMIZER_OFFLOAD) != "no":
+        return None
+    return Rung({**rung.values, OPTIMIZER_OFFLOAD: "yes"}, rung.micro_batch)

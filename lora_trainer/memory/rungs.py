@@ -19,6 +19,7 @@ from .plan import (
     EMBEDDINGS,
     OFFLOAD,
     OPTIMIZER_8BIT,
+    OPTIMIZER_OFFLOAD,
     QUANTIZATION,
     SAVED_8BIT,
     STREAMING,
@@ -49,7 +50,7 @@ class Rungs:
     def without(self) -> dict[Key, int]:
         """The peak without each technique that is on, where it is known."""
         found = {}
-        for key in (CHECKPOINTING, EMBEDDINGS, STREAMING, OFFLOAD):
+        for key in (CHECKPOINTING, EMBEDDINGS, STREAMING, OFFLOAD, OPTIMIZER_OFFLOAD):
             if self.best.values.get(key, "no") == "no":
                 continue
             values = {**self.best.values, key: "no"}
@@ -90,6 +91,8 @@ class Rungs:
             found["data", "max_length"] = of_size // 2
         if values.get(EMBEDDINGS) == "no":
             found[EMBEDDINGS] = self.planner.blocks.vocabulary
+        if values.get(OPTIMIZER_OFFLOAD) == "no":
+            found[OPTIMIZER_OFFLOAD] = causes["optimizer"]
         if values[OPTIMIZER_8BIT] != "yes":
             found[OPTIMIZER_8BIT] = int(causes["optimizer"] * SAVED_8BIT)
         if values[QUANTIZATION] == "no" and not self.planner.blocks.packed:
@@ -129,12 +132,18 @@ class Rungs:
             sign = 1 if values[OFFLOAD] == "yes" else -1
             saved = max(offload_saves(one.prediction.phases) for one in self.planner.tried)
             peak, copied = peak - sign * saved, copied + sign * 2 * PASSES * saved * windows
+        if values.get(OPTIMIZER_OFFLOAD) != near.values.get(OPTIMIZER_OFFLOAD):
+            sign, moments = (1 if values[OPTIMIZER_OFFLOAD] == "yes" else -1), self._moments()
+            peak, copied = peak - sign * moments, copied + sign * 2 * moments
         peak -= _of_batch(near.prediction.phases) * (shape.batch_size - micro_batch) // shape.batch_size
         return Tried(values, peak, near.prediction.flops, max(0, copied), micro_batch, simulated=False)
 
+    def _moments(self) -> int:
+        return max(phase.causes["optimizer"] for one in self.planner.tried for phase in one.prediction.phases.values())
+
     def _nearest(self, values: dict[Key, Any]) -> Candidate:
         """Equal in as much as estimates cannot bridge."""
-        weights = {CHECKPOINTING: 16, QUANTIZATION: 8, OPTIMIZER_8BIT: 4, OFFLOAD: 2, EMBEDDINGS: 1}
+        weights = {CHECKPOINTING: 32, QUANTIZATION: 16, OPTIMIZER_8BIT: 8, OFFLOAD: 4, OPTIMIZER_OFFLOAD: 2, EMBEDDINGS: 1}
         return max(
             self.planner.tried,
             key=lambda one: sum(w for key, w in weights.items() if one.values.get(key) == values.get(key)),

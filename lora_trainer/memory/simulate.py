@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import adapters, loop, optimizers
+from .. import adapters, loop, optimizers, training_lora
 from ..config.schema import Config
 from ..families._base import Batch, Family, Framing, ImageFamily, Sampling
 from ..tracker import MemoryTracker, PhasePeak, host_memory, mark_resident
@@ -23,6 +23,7 @@ from ._base import MemoryPlan
 from ._encoders import load_encoders, stream_encoders
 from ._fake import QuickFakeMode
 from .block_streaming import ring_buffers
+from .optimizer_offload import Offloaded
 from .vae_tiling import decodes_tiled, tiled
 
 TRAINING_PHASES = ("forward", "backward", "optimizer")
@@ -58,8 +59,7 @@ def simulate_training(family: Family, config: Config, dtype: torch.dtype, plan: 
     """Load, forward, backward, optimizer. `plan` is one made for `simulation_device()`."""
     batch = family.example_batch(shape.batch_size, shape.resolution)
     with _fake_run(family, config, dtype, plan) as (tracker, trainee):
-        _step(trainee, _fake_batch(batch, trainee.device), tracker, accumulating=shape.accumulation > 1)
-        flops, transferred = tracker.flops * shape.accumulation, tracker.transferred * shape.accumulation
+        flops, transferred = _step(trainee, _fake_batch(batch, trainee.device), tracker, shape.accumulation)
         phases = tracker.peaks()
     return Prediction(phases, flops, transferred)
 
@@ -71,8 +71,7 @@ def simulate_run(family: Family, config: Config, dtype: torch.dtype, plan: Memor
         vae = family.load_vae(torch.device("meta"), dtype)
     batch = family.example_batch(shape.batch_size, shape.resolution)
     with _fake_run(family, config, dtype, plan) as (tracker, trainee):
-        _step(trainee, _fake_batch(batch, trainee.device), tracker, accumulating=shape.accumulation > 1)
-        flops, transferred = tracker.flops * shape.accumulation, tracker.transferred * shape.accumulation
+        flops, transferred = _step(trainee, _fake_batch(batch, trainee.device), tracker, shape.accumulation)
         trainee.model.eval()
         with torch.no_grad():
             if shape.validation:
@@ -82,8 +81,9 @@ def simulate_run(family: Family, config: Config, dtype: torch.dtype, plan: Memor
             if vae is not None and isinstance(family, ImageFamily):
                 tracker.enter_phase("preview")
                 size = shape.preview_resolution or shape.resolution
+                guidance = family.usual_guidance if config.samples.guidance is None else config.samples.guidance
                 with tiled(vae, decodes_tiled(config.memory.vae_tiling, size)):
-                    _preview(family, trainee.model, vae, plan, size, tracker)
+                    _preview(family, trainee.model, vae, plan, Sampling(size, 1, guidance), tracker)
         phases = tracker.peaks()
     return Prediction(phases, flops, transferred)
 
@@ -147,10 +147,12 @@ def _fake_run(
     model = family.load_model(
         torch.device("meta"), dtype, with_text=with_text, prepare=lambda m: plan.convert(m, family.blocks(m))
     )
+    training_lora.wear(model, family, config.model, dtype)
     adapter = adapters.inject(model, family, config.model, seed=0, formats=family.chosen_formats(config.output.formats))
     with _simulation() as tracker:
         tracker.enter_phase("load")
         make_fake(model, simulation_device(), tracker, checked=True)
+        adapter.rehearse_start()
         plan.wrap(model, family.blocks(model))
         tracker.mark(ring_buffers(model), "frozen")
         trainee = _trainee(family, config, model, adapter, plan, tracker)
@@ -168,7 +170,7 @@ def make_fake(model: nn.Module, device: torch.device, tracker: MemoryTracker, *,
     """
     layer: Any
     layers: list[Any] = sorted(model.modules(), key=lambda layer: getattr(layer, "read_at", (math.inf, 0)))
-    packed = (layer for layer in layers if hasattr(layer, "pack_weight") and not layer.packing.from_file)
+    packed = (layer for layer in layers if hasattr(layer, "pack_weight") and not _comes_packed(layer))
     last = {(layer.packing, layer.weight_shape, layer.weight_dtype): layer for layer in packed}
     to_pack = set(last.values())
     for layer in layers:
@@ -181,6 +183,10 @@ def make_fake(model: nn.Module, device: torch.device, tracker: MemoryTracker, *,
     for layer in model.modules():
         _fake_tensors(layer, getattr(layer, "home", device), trained=True)
     mark_resident(model, tracker)
+
+
+def _comes_packed(layer: Any) -> bool:
+    return layer.packing.from_file or getattr(layer, "as_stored", False)
 
 
 def _fake_tensors(layer: Any, home: torch.device, *, trained: bool) -> None:
@@ -209,7 +215,8 @@ def _trainee(
     tracker: MemoryTracker,
 ) -> loop.Trainee:
     named = adapter.named_parameters()
-    optimizer = plan.build_optimizer(optimizers.param_groups(named, config.training), config.training)
+    groups = optimizers.param_groups(named, config.training, adapter.rates)
+    optimizer = plan.build_optimizer(groups, config.training)
     scaler = torch.amp.GradScaler("cpu", enabled=False)  # the real one waits for values, which fakes have not
     watched = WatchedPlan(plan.techniques, tracker)
     limit, device = config.training.max_grad_norm, simulation_device()
@@ -241,23 +248,30 @@ def first_update(trainee: loop.Trainee, tracker: MemoryTracker) -> None:
     trainee.optimizer.zero_grad(set_to_none=True)
 
 
-def _step(trainee: loop.Trainee, batch: Batch, tracker: MemoryTracker, *, accumulating: bool) -> None:
-    """The last micro-batch of a window and the update: earlier ones have left their gradients behind."""
-    if accumulating:
+def _step(trainee: loop.Trainee, batch: Batch, tracker: MemoryTracker, accumulation: int) -> tuple[int, int]:
+    """The last micro-batch of a window and the update: earlier ones have left their gradients behind.
+
+    Returns FLOPs and transferred bytes of the whole window.
+    """
+    if accumulation > 1:
         for parameter in trainee.params:
             parameter.grad = torch.zeros_like(parameter)
         tracker.mark((p.grad for p in trainee.params if p.grad is not None), "gradients")
     tracker.flops = tracker.transferred = 0
     loop.gradients(trainee, [batch], 0, trainee.family.num_terms(batch))
     tracker.mark((p.grad for p in trainee.params if p.grad is not None), "gradients")
+    flops, transferred = tracker.flops * accumulation, tracker.transferred * (accumulation - 1)
     tracker.enter_phase("optimizer")
     trainee.optimizer.step()
     trainee.optimizer.zero_grad(set_to_none=True)
+    return flops, transferred + tracker.transferred
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    """Moments and what else an optimizer keeps of each parameter."""
-    return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    """Moments and what else an optimizer keeps of each parameter, but for what lies in host memory."""
+    away = optimizer.in_host() if isinstance(optimizer, Offloaded) else set()
+    values = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    return (value for value in values if id(value) not in away)
 
 
 def _fake_batch(batch: Batch, device: torch.device) -> Batch:
@@ -271,13 +285,13 @@ def _preview(
     model: nn.ModuleDict,
     vae: nn.Module,
     plan: MemoryPlan,
-    size: tuple[int, int],
+    sampling: Sampling,
     tracker: MemoryTracker,
 ) -> None:
-    """One denoising step with guidance, and the decoding of one picture."""
-    example = {name: value[0] for name, value in family.example_batch(1, size).items()}
+    """Denoising, and the decoding of one picture."""
+    example = {name: value[0] for name, value in family.example_batch(1, sampling.size).items()}
     conditions = {name: value for name, value in example.items() if name not in ("latents", "seeds", "weight")}
     with plan.step_context():
-        latents = family.sample(model, [conditions], conditions, Sampling(size, steps=1))
+        latents = family.sample(model, [conditions], conditions, sampling)
     make_fake(vae, latents.device, tracker)
     family.decode_image(vae, latents)

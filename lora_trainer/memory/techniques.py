@@ -8,6 +8,7 @@ from ..config.schema import Config
 from ..errors import ConfigError, t
 from ..hardware import Precision
 from ._base import MemoryPlan, Technique
+from ._per_parameter import not_separable
 from .activation_offload import ActivationOffload
 from .block_streaming import BlockStreaming
 from .cast_fp8 import CastFp8
@@ -16,6 +17,7 @@ from .gradient_checkpointing import GradientCheckpointing
 from .mixed_precision import MixedPrecision
 from .optimizer_8bit import Optimizer8bit
 from .optimizer_in_backward import OptimizerInBackward
+from .optimizer_offload import OptimizerOffload
 from .quantize_4bit import Quantize4bit
 from .quantize_8bit import Quantize8bit
 
@@ -54,6 +56,16 @@ def make_plan(config: Config, precision: Precision, device: torch.device, folder
                 t(pt="mude um dos dois", en="change one of the two"),
             )
         techniques.append(in_backward)
+    elif memory.optimizer_offload == "yes":
+        if reason := not_separable(training):
+            raise ConfigError(
+                t(
+                    pt=f"memoria.descarga_otimizador não anda junto com: {reason}",
+                    en=f"memory.optimizer_offload does not go with: {reason}",
+                ),
+                t(pt="mude um dos dois", en="change one of the two"),
+            )
+        techniques.append(OptimizerOffload(Optimizer8bit() if training.use_8bit_optimizer == "yes" else None))
     elif training.use_8bit_optimizer == "yes":
         techniques.append(Optimizer8bit())
     return MemoryPlan(tuple(techniques))

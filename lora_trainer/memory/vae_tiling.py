@@ -18,7 +18,6 @@ OVERLAP = 0.25
 DECODED_TILED_ABOVE = 768 * 768
 """Pixels of a picture that is drawn in tiles where nobody says otherwise: 1.1 instead of 3.4 GiB at 1024²."""
 
-_ATTRIBUTES = ("use_tiling", "use_slicing", "tile_sample_min_size", "tile_latent_min_size", "tile_overlap_factor")
 
 
 def decodes_tiled(choice: str, size: tuple[int, int]) -> bool:
@@ -38,16 +37,29 @@ def tiles_change(size: tuple[int, int]) -> bool:
 def tiled(vae: nn.Module, on: bool = True, *, tile_pixels: int | None = None) -> Iterator[None]:
     """Inside, images larger than a tile pass in tiles, and batches one by one; with `on` false nothing changes."""
     network, tile_pixels = cast(Any, vae), tile_pixels or TILE_PIXELS
-    before = {name: getattr(network, name) for name in _ATTRIBUTES}
+    settings = _settings(network, tile_pixels)
+    before = {name: getattr(network, name) for name in settings}
     if on:
-        factor = 2 ** (len(network.config.block_out_channels) - 1)
-        assert tile_pixels % (4 * factor) == 0, "a quarter tile must be a whole number of latents"
-        values = (True, True, tile_pixels, tile_pixels // factor, OVERLAP)
-        _set(network, dict(zip(_ATTRIBUTES, values, strict=True)))
+        _set(network, settings)
     try:
         yield
     finally:
         _set(network, before)
+
+
+def _settings(network: Any, tile_pixels: int) -> dict[str, Any]:
+    """In the words of the network: most tell the overlap, those that come from video models the step between tiles."""
+    common: dict[str, Any] = {"use_tiling": True, "use_slicing": True}
+    if hasattr(network, "tile_sample_stride_height"):
+        factor, step = network.spatial_compression_ratio, int(tile_pixels * (1 - OVERLAP))
+        sides = {f"tile_sample_min_{side}": tile_pixels for side in ("height", "width")}
+        common |= sides | {f"tile_sample_stride_{side}": step for side in ("height", "width")}
+    else:
+        factor = 2 ** (len(network.config.block_out_channels) - 1)
+        sizes = {"tile_sample_min_size": tile_pixels, "tile_latent_min_size": tile_pixels // factor}
+        common |= sizes | {"tile_overlap_factor": OVERLAP}
+    assert tile_pixels % (4 * factor) == 0, "a quarter tile must be a whole number of latents"
+    return common
 
 
 @contextmanager

@@ -131,8 +131,8 @@ def test_little_disk_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 EVERYTHING = conf(
     training={"batch_size": 1, "gradient_checkpointing": "yes", "use_8bit_optimizer": "yes"},
     memory={
-        "block_streaming": 1.0, "activation_offload": "yes", "base_quantization": "nf4", "vae_tiling": "yes",
-        "text_streaming": "yes",
+        "block_streaming": 1.0, "activation_offload": "yes", "optimizer_offload": "yes", "base_quantization": "nf4",
+        "vae_tiling": "yes", "text_streaming": "yes",
     },
     model={"lora_rank": 4},
     data={"resolution": 64},
@@ -147,7 +147,7 @@ def test_f01_the_order_time_first_then_numbers_then_the_result() -> None:
         (remedy.cost for remedy in found), key=["time", "numbers", "result"].index
     )
     assert [next(iter(remedy.settings))[1] for remedy in found] == [
-        "batch_size", "gradient_checkpointing", "block_streaming", "activation_offload", "mixed_precision",
+        "batch_size", "gradient_checkpointing", "block_streaming", "activation_offload", "optimizer_offload", "mixed_precision",
         "base_quantization", "use_8bit_optimizer", "lora_rank", "resolution",
     ]  # fmt: skip
 
@@ -198,7 +198,7 @@ def test_the_explanation_names_phase_causes_what_is_on_and_what_it_saves() -> No
 def test_what_is_on() -> None:
     assert already_on(Config()) == []
     assert already_on(Config(), frozenset({("memory", "vae_tiling")})) == ["memoria.vae_em_blocos=sim"]
-    assert len(already_on(EVERYTHING)) == 7
+    assert len(already_on(EVERYTHING)) == 8
     assert phase_title("algo_novo") == "algo_novo"
 
 

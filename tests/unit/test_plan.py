@@ -22,6 +22,7 @@ from lora_trainer.memory.plan import (
     NOTHING,
     OFFLOAD,
     OPTIMIZER_8BIT,
+    OPTIMIZER_OFFLOAD,
     QUANTIZATION,
     STREAMING,
     Candidate,
@@ -34,6 +35,7 @@ from lora_trainer.memory.simulate import Prediction, Shape
 BF16 = Precision(torch.bfloat16, torch.bfloat16, scaler=False)
 LEAN = {**NOTHING, CHECKPOINTING: "yes"}
 FULL = {**LEAN, STREAMING: 1.0, OFFLOAD: "yes"}
+AWAY = {**FULL, OPTIMIZER_OFFLOAD: "yes"}
 SHAPE = Shape(1, (1024, 1024), previews=False)
 SIMULATED: dict[Any, Prediction] = {}
 Make = Callable[..., Planner]
@@ -57,8 +59,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def known(base: Path) -> dict[str, int]:
     """Peaks of the plans that the tests set their limits by."""
     planner = make_planner(base)
-    lossy = {**FULL, **LOSSY[-1]}
-    plans = {"nothing": NOTHING, "lean": LEAN, "streamed": {**LEAN, STREAMING: 1.0}, "full": FULL, "lossy": lossy}
+    lossy = {**AWAY, **LOSSY[-1]}
+    plans = {
+        "nothing": NOTHING, "lean": LEAN, "streamed": {**LEAN, STREAMING: 1.0}, "full": FULL, "away": AWAY, "lossy": lossy,
+    }  # fmt: skip
     return {name: planner.simulate(values).peak for name, values in plans.items()}
 
 
@@ -99,7 +103,7 @@ def solved(planner: Planner) -> Candidate:
 
 def test_the_tests_have_room(known: dict[str, int]) -> None:
     """Each technique takes something off, or the limits below would say nothing."""
-    assert known["nothing"] > known["lean"] > known["streamed"] > known["full"] > known["lossy"]
+    assert known["nothing"] > known["lean"] > known["streamed"] > known["full"] > known["away"] > known["lossy"]
 
 
 def test_nothing_is_done_where_everything_fits(make: Make, known: dict[str, int]) -> None:
@@ -131,10 +135,24 @@ def test_activations_leave_when_streaming_is_not_enough(make: Make, known: dict[
 
 
 def test_numbers_change_only_when_nothing_else_helps(make: Make, known: dict[str, int]) -> None:
-    best = solved(make(known["full"] - 4096))
+    best = solved(make(known["away"] - 4096))
     assert not best.lossless
     assert best.values[OPTIMIZER_8BIT] == "yes"
-    assert best.values[QUANTIZATION] == "no"  # the mildest that does
+    assert best.values[QUANTIZATION] == "int8"  # the mildest that does
+
+
+def test_moments_leave_last_of_what_changes_no_number(make: Make, known: dict[str, int]) -> None:
+    best = solved(make(known["full"] - 4096))
+    assert best.lossless
+    assert best.values[OPTIMIZER_OFFLOAD] == "yes"
+    fixed = solved(make(known["full"] - 4096, written={OPTIMIZER_OFFLOAD: "no"}))
+    assert (fixed.values[OPTIMIZER_8BIT], fixed.values[QUANTIZATION]) == ("yes", "no")
+
+
+def test_moments_of_an_optimizer_for_all_parameters_cannot_leave(make: Make, known: dict[str, int]) -> None:
+    planner = make(known["lossy"], written={("training", "optimizer"): "prodigy"})
+    planner.solve()
+    assert not any(OPTIMIZER_OFFLOAD in one.values for one in planner.tried)
 
 
 def test_what_cannot_fit_is_told_without_trying_everything(make: Make, known: dict[str, int]) -> None:
@@ -215,7 +233,8 @@ def test_the_rungs_below_and_the_reasons(make: Make, known: dict[str, int]) -> N
     rungs = Rungs(planner, planner.solve())
     below = list(rungs.below())
     assert [one.values[OFFLOAD] for one in below] == ["yes"] * len(below)
-    assert [one.values[STREAMING] for one in below][1:] == [0.25, 0.5, 0.75, 1.0]
+    assert [one.values[STREAMING] for one in below][1:] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert [one.values[OPTIMIZER_OFFLOAD] for one in below] == ["no"] * 5 + ["yes"]
     assert below[-1].peak < below[1].peak < known["lean"]
     assert below[-1].transferred > below[1].transferred > 0
     assert rungs.without() == {CHECKPOINTING: known["nothing"]}

@@ -23,6 +23,7 @@ from lora_trainer.memory.recover import (
     CHECKPOINTING,
     MICRO_BATCH,
     OFFLOAD,
+    OPTIMIZER_OFFLOAD,
     STREAMING,
     Rung,
     Shortage,
@@ -72,6 +73,16 @@ def test_validation_splits_but_recomputes_nothing():
     first, second, third = ladder(Rung(PLAIN, 4), phase="validation")[:3]
     assert (first.micro_batch, second.micro_batch) == (2, 1)
     assert third.values[STREAMING] == 0.25
+
+
+def test_moments_leave_last_where_they_can():
+    rungs = ladder(Rung({**PLAIN, OPTIMIZER_OFFLOAD: "no"}, 1))
+    assert [rung.values[OPTIMIZER_OFFLOAD] for rung in rungs] == ["no"] * 6 + ["yes"]
+    assert next_rung(rungs[-1]) is None
+    alone = ladder(Rung({**PLAIN, OPTIMIZER_OFFLOAD: "no"}, 1), frozenset({CHECKPOINTING}))
+    assert [rung.values for rung in alone] == [{**PLAIN, OPTIMIZER_OFFLOAD: "yes"}]
+    fixed = frozenset({OPTIMIZER_OFFLOAD})
+    assert ladder(Rung({**PLAIN, OPTIMIZER_OFFLOAD: "no"}, 1), fixed)[-1].values[OPTIMIZER_OFFLOAD] == "no"
 
 
 def test_what_the_user_fixed_stays():
