@@ -24,6 +24,8 @@ def attach(optimizer: torch.optim.Optimizer, decay: float) -> None:
             steps = group[STEPS] = group.get(STEPS, 0) + 1
             share = 1 - min(decay, (1 + steps) / (10 + steps))  # as in TensorFlow's ExponentialMovingAverage
             for parameter in group["params"]:
+                if parameter.grad is None and not optimizer.state.get(parameter):
+                    continue  # a layer that reaches no output never moves; optimizers expect no state of it either
                 state = optimizer.state[parameter]
                 if NAME in state:
                     state[NAME].lerp_(parameter, share)
@@ -31,6 +33,14 @@ def attach(optimizer: torch.optim.Optimizer, decay: float) -> None:
                     state[NAME] = parameter.detach().clone()
 
     optimizer.register_step_post_hook(follow)
+
+
+def forget(optimizer: torch.optim.Optimizer) -> None:
+    """Of a run resumed without it: an average that follows no more is of no use."""
+    for group in optimizer.param_groups:
+        group.pop(STEPS, None)
+        for parameter in group["params"]:
+            optimizer.state.get(parameter, {}).pop(NAME, None)
 
 
 @contextmanager

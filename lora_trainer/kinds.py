@@ -25,15 +25,23 @@ class Kind(Enum):
     FLUX = "flux"
     FLUX2 = "flux2"
     CHROMA = "chroma"
+    CHROMA_RADIANCE = "chroma_radiance"
     SD3 = "sd3"
+    Z_IMAGE = "z_image"
+    LUMINA2 = "lumina2"
+    QWEN_IMAGE = "qwen_image"
+    QWEN_IMAGE_21 = "qwen_image_21"
     DIT = "dit"
     LORA = "lora"
     CONTROLNET = "controlnet"
     EMBEDDING = "embedding"
     VAE = "vae"
+    VAE_QWEN = "vae_qwen"
     CLIP = "clip"
+    CLIP_G = "clip_g"
     T5 = "t5"
     LANGUAGE_MODEL = "language_model"
+    VISION_LANGUAGE = "vision_language"
     UNET = "unet"
     UNKNOWN = "unknown"
 
@@ -55,15 +63,23 @@ _TITLES: dict[Kind, tuple[str, str]] = {
     Kind.FLUX: ("um FLUX.1", "a FLUX.1"),
     Kind.FLUX2: ("um FLUX.2", "a FLUX.2"),
     Kind.CHROMA: ("um Chroma", "a Chroma"),
+    Kind.CHROMA_RADIANCE: ("um Chroma1-Radiance, que desenha pixels", "a Chroma1-Radiance, which draws pixels"),
     Kind.SD3: ("um Stable Diffusion 3", "a Stable Diffusion 3"),
+    Kind.Z_IMAGE: ("um Z-Image", "a Z-Image"),
+    Kind.LUMINA2: ("um Lumina 2", "a Lumina 2"),
+    Kind.QWEN_IMAGE: ("um Qwen-Image", "a Qwen-Image"),
+    Kind.QWEN_IMAGE_21: ("um Qwen-Image 2.1", "a Qwen-Image 2.1"),
     Kind.DIT: ("um transformador de difusão (DiT)", "a diffusion transformer (DiT)"),
     Kind.LORA: ("um LoRA", "a LoRA"),
     Kind.CONTROLNET: ("um ControlNet", "a ControlNet"),
     Kind.EMBEDDING: ("um embedding (textual inversion)", "a textual inversion embedding"),
     Kind.VAE: ("um VAE", "a VAE"),
+    Kind.VAE_QWEN: ("um VAE do Qwen-Image ou do Wan", "a VAE of Qwen-Image or Wan"),
     Kind.CLIP: ("um codificador de texto CLIP", "a CLIP text encoder"),
+    Kind.CLIP_G: ("um codificador de texto CLIP-G", "a CLIP-G text encoder"),
     Kind.T5: ("um codificador de texto T5", "a T5 text encoder"),
     Kind.LANGUAGE_MODEL: ("um modelo de linguagem", "a language model"),
+    Kind.VISION_LANGUAGE: ("um modelo de linguagem com visão", "a vision language model"),
     Kind.UNET: ("só uma UNet, sem VAE nem codificador de texto", "a UNet alone, without VAE or text encoder"),
     Kind.UNKNOWN: ("nada que eu conheça", "nothing I know"),
 }
@@ -150,17 +166,55 @@ _EARLY: tuple[tuple[Kind, Test], ...] = (
     (Kind.CONTROLNET, _has("controlnet_cond_embedding.", "control_model.input_blocks.")),
     (Kind.EMBEDDING, lambda names, _: names <= {"emb_params", "clip_g", "clip_l", "t5xxl"} and bool(names)),
 )
+_qwen = _has("transformer_blocks.0.img_mod.1.")
+_CLIP = _has("embeddings.token_embedding.weight", "transformer.resblocks.0.attn.in_proj_weight")
+
+
+def _deep_clip(names: set[str], _: Header) -> bool:
+    """CLIP-L has 12 layers; its image tower, where a file has both, is deeper."""
+    text = {name for name in names if "vision" not in name and "visual" not in name}
+    return _CLIP(names, {}) and _has("encoder.layers.12.", "transformer.resblocks.12.")(text, {})
+
+
+def _sd3(names: set[str], _: Header) -> bool:
+    """In the original, or with the names of diffusers; AuraFlow has such a position table too, and ControlNets."""
+    diffusers = {"pos_embed.pos_embed", "time_text_embed.text_embedder.linear_1.weight", "context_embedder.weight"}
+    if any("joint_blocks.0." in name for name in names):
+        return True
+    return diffusers <= names and not any(name.startswith("controlnet_blocks.") for name in names)
+
+
+def _language(names: set[str]) -> bool:
+    """Nothing but a language model, as ComfyUI's text encoders are, with or without its vision tower."""
+    inside = any("layers.0.mlp.gate_proj." in name for name in names)
+    return inside and not any(name.startswith("model.diffusion_model.") for name in names)
+
+
+def _next_dit(names: set[str], header: Header) -> bool:
+    """What Z-Image and Lumina 2 have in common; Z-Image has tokens for padding besides."""
+    return _has("noise_refiner.0.")(names, header) and _has("cap_embedder.0.", ".caption_embedder.0.")(names, header)
+
+
 _LATE: tuple[tuple[Kind, Test], ...] = (
+    (Kind.Z_IMAGE, lambda names, header: _next_dit(names, header) and _ends("cap_pad_token")(names, header)),
+    (Kind.LUMINA2, lambda names, header: _next_dit(names, header) and not _has("ref_image_")(names, header)),
+    (Kind.CHROMA_RADIANCE, _has("nerf_blocks.", "img_in_patch.")),
     (Kind.CHROMA, _has("distilled_guidance_layer.")),
     (Kind.FLUX2, _has("double_stream_modulation_img.")),
     (Kind.FLUX, _has("double_blocks.0.img_attn.", "single_transformer_blocks.0.")),
-    (Kind.SD3, _has("joint_blocks.0.")),
+    (Kind.SD3, _sd3),
+    (Kind.CONTROLNET, lambda names, header: _qwen(names, header) and _has("controlnet_blocks.")(names, header)),
+    (Kind.QWEN_IMAGE, _qwen),
+    (Kind.QWEN_IMAGE_21, _has("txt_in.text_norm.weight")),
+    (Kind.VISION_LANGUAGE, lambda names, header: _language(names) and _has("visual.", "vision_tower.")(names, header)),
+    (Kind.LANGUAGE_MODEL, lambda names, _: _language(names)),
     (Kind.DIT, _has("transformer_blocks.0.attn", "blocks.0.self_attn.", "blocks.0.cross_attn.", "noise_refiner.0.",
                     "double_layers.0.", "caption_projection.", "x_embedder.", "patch_embed.")),
     (Kind.UNET, _has("down_blocks.0.resnets.0.time_emb_proj.")),
+    (Kind.VAE_QWEN, _has("encoder.downsamples.0.residual.0.gamma", "encoder.mid_block.resnets.0.norm1.gamma")),
     (Kind.VAE, lambda names, _: _has("decoder.conv_in.weight")(names, {}) and _has("encoder.conv_in.weight")(names,
-    {})), (Kind.T5, _has("encoder.block.0.layer.0.SelfAttention.")), (Kind.CLIP,
-    _has("embeddings.token_embedding.weight", "transformer.resblocks.0.attn.in_proj_weight")), (Kind.LANGUAGE_MODEL,
+    {})), (Kind.T5, _has("encoder.block.0.layer.0.SelfAttention.")), (Kind.CLIP_G, _deep_clip), (Kind.CLIP, _CLIP),
+    (Kind.LANGUAGE_MODEL,
     _has("layers.0.self_attn.q_proj.", "layers.0.self_attn.qkv_proj.", "h.0.attn.c_attn.")), )  # fmt: skip
 
 
@@ -196,8 +250,11 @@ def _classify_unet(unet: Part, names: set[str]) -> Kind:
     return Kind.SD1 if inside("cond_stage_model.transformer.") else Kind.UNET
 
 
+VISION_LANGUAGE_TYPES = ("qwen2_5_vl", "mistral3")
 _TRANSFORMERS = {
     "Flux2": Kind.FLUX2, "Flux": Kind.FLUX, "Chroma": Kind.CHROMA, "SD3": Kind.SD3, "StableDiffusion3": Kind.SD3,
+    "ZImage": Kind.Z_IMAGE, "Lumina2": Kind.LUMINA2,
+    "QwenImage21": Kind.QWEN_IMAGE_21, "QwenImage": Kind.QWEN_IMAGE,
 }  # fmt: skip
 """Part of the names of diffusers' classes -> what they are."""
 
@@ -212,16 +269,21 @@ def classify_folder(config: Callable[[str], Mapping[str, Any] | None]) -> Kind:
     if transformer := config("transformer") or alone:
         name = f"{pipeline} {transformer.get('_class_name', '')}"
         return next((kind for word, kind in _TRANSFORMERS.items() if word in name), Kind.DIT)
-    if root.get("_class_name") in ("AutoencoderKL", "AutoencoderTiny") or (config("vae") and not pipeline):
+    if "AutoencoderKLQwenImage" in (root.get("_class_name"), (config("vae") or {}).get("_class_name")) and not pipeline:
+        return Kind.VAE_QWEN
+    if root.get("_class_name") in ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderTiny") or (config("vae") and not pipeline):
         return Kind.VAE
     if root.get("_class_name") == "UNet2DConditionModel":
         return Kind.UNET
     if root.get("peft_type"):
         return Kind.LORA
+    if root.get("vision_config") and root.get("model_type") in VISION_LANGUAGE_TYPES:
+        return Kind.VISION_LANGUAGE
     architecture = str((root.get("architectures") or [""])[0])
     model_type = str(root.get("model_type") or "")
     if model_type.startswith("clip"):
-        return Kind.CLIP
+        text = root.get("text_config") or root
+        return Kind.CLIP_G if int(text.get("num_hidden_layers", 12)) > 12 else Kind.CLIP
     if "t5" in model_type:
         return Kind.T5
     if not architecture and model_type and "vocab_size" in root:  # the family knows whether transformers has the type

@@ -93,20 +93,31 @@ def resolve_name(settings: TrainingConfig) -> str:
     )
 
 
-def param_groups(named: Mapping[str, nn.Parameter], settings: TrainingConfig) -> Groups:
+def param_groups(
+    named: Mapping[str, nn.Parameter], settings: TrainingConfig, rates: Mapping[str, float] | None = None
+) -> Groups:
     """Adapter parameters by path (`unet.….lora_A.weight`) -> groups with `name`, `lr`, and `base_lr` for schedules.
 
-    Text encoders have their own rate. LoRA+ (Hayou et al. 2024) gives the B matrices `lora_plus_ratio` times the rate.
+    Text encoders have their own rate, and so may have modules (`rates`, by module path). LoRA+ (Hayou et al. 2024) gives
+    the B matrices `lora_plus_ratio` times the rate.
     """
     groups: dict[str, dict[str, Any]] = {}
     for path, parameter in named.items():
         part = path.partition(".")[0]
         rate, label = _part_rate(part, settings), part
+        if rates and (own := _own_rate(path, rates)) is not None:
+            rate, label = own, f"{part} {own:g}"
         if settings.lora_plus_ratio != 1 and ".lora_B." in path:
-            rate, label = rate * settings.lora_plus_ratio, f"{part}.lora_B"
+            rate, label = rate * settings.lora_plus_ratio, f"{label}.lora_B"
         group = groups.setdefault(label, {"params": [], "name": label, "lr": rate, "base_lr": rate})
         group["params"].append(parameter)
     return list(groups.values())
+
+
+def _own_rate(path: str, rates: Mapping[str, float]) -> float | None:
+    """Of the module that a parameter belongs to; matrices that are modules themselves lie one level deeper."""
+    module = path.rpartition(".")[0]
+    return rates.get(module, rates.get(module.rpartition(".")[0]))
 
 
 def _part_rate(part: str, settings: TrainingConfig) -> float:
@@ -324,6 +335,8 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], setti
     ]
     optimizer.load_state_dict({**saved, "param_groups": merged})
     _move_training_point(optimizer, [group.get("betas") for group in before])
+    if not settings.ema:
+        ema.forget(optimizer)
 
 
 def _refuse_other_optimizer(before: Groups, ours: str) -> None:
@@ -373,7 +386,8 @@ def _refuse_missing_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, 
         for kept, parameter in kinds.items():
             twin = nn.Parameter(torch.zeros_like(parameter))
             twin.grad = torch.ones_like(twin)
-            single = build_optimizer([{"params": [twin], "lr": group["lr"]}], settings)
+            # an average may start with any step
+            single = build_optimizer([{"params": [twin], "lr": group["lr"]}], settings.model_copy(update={"ema": 0.0}))
             single.step()
             if missing := sorted(set(_flat_keys(single.state[twin])) - kept):
                 raise _other_arguments(resolve_name(settings), missing)

@@ -56,7 +56,7 @@ class ImagePreviews:
         self.dtype = encoder.image_dtype
         width, height = self.settings.resolution or config.data.resolution
         guidance = family.usual_guidance if self.settings.guidance is None else self.settings.guidance
-        self.sampling = Sampling((width, height), self.settings.steps, guidance, self.settings.seed)
+        self.sampling = Sampling((width, height), self.settings.steps or family.usual_steps, guidance, self.settings.seed)
         self.trains_text = config.model.train_text_encoder
         self.base_images: list[Image.Image] = []
         self.measure = _measure(self.settings.measure)

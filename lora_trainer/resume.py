@@ -1,5 +1,6 @@
 """What a saved state depends on, and what may have changed when a run goes on from it."""
 
+from pathlib import Path
 from typing import Any
 
 from .config import names
@@ -11,7 +12,8 @@ FIXED = ("training.optimizer", "training.use_8bit_optimizer", "training.lora_plu
 FREE = ("epochs", "max_steps", "validate_every", "gradient_checkpointing")
 """Options of `training` that change nothing of what was trained so far."""
 PATHS = {
-    "base_model", "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "architecture", "initial_lora"
+    "base_model", "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "architecture", "initial_lora",
+    "training_lora",
 }  # fmt: skip
 
 
@@ -22,6 +24,7 @@ def resume_options(config: Config, seed: int) -> dict[str, Any]:
     flat = {f"model.{name}": value for name, value in model.items()}
     flat |= {f"training.{name}": value for name, value in training.items()}
     flat["memory.base_quantization"] = config.memory.base_quantization
+    flat["model.training_lora"] = config.model.training_lora and Path(config.model.training_lora).name
     return {**flat, "system.seed": seed, "data.resolution": list(config.data.resolution)}
 
 

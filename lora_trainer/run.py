@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from . import adapters, hardware, optimizers, schedules
+from . import adapters, hardware, optimizers, schedules, training_lora
 from .checkpoint import latest_step
 from .config import effective
 from .config.loading import Loaded
@@ -129,6 +129,8 @@ class Run:
             self.terminal.warn(notice)
         formats = self.family.chosen_formats(self.config.output.formats)
         adapters.check_targets(self.family, self.config.model, formats)
+        for notice in training_lora.check(self.family, self.config.model):
+            self.terminal.say(notice)
 
     def read_data(self) -> None:
         cache_dir = Path(self.config.data.cache_dir or Path(self.config.output.dir) / ".cache")

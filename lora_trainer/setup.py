@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import adapters, hardware, optimizers
+from . import adapters, hardware, optimizers, training_lora
 from .checkpoint import State, on_cpu
 from .config.schema import Config
 from .families._base import Family
@@ -63,6 +63,7 @@ class Setup:
             with_text=target.with_text,
             prepare=lambda model: self.plan.convert(model, family.blocks(model)),
         )
+        training_lora.wear(self.model, family, config.model, target.precision.frozen)
         hold(self.model)
         for notice in adapters.check_base(self.model) if not self.built else ():
             target.tell(notice)
@@ -75,7 +76,8 @@ class Setup:
         hardware.assert_trainable_float32(self.model)
         self.plan.wrap(self.model, groups)
         named = self.adapter.named_parameters()
-        self.optimizer = self.plan.build_optimizer(optimizers.param_groups(named, config.training), config.training)
+        param_groups = optimizers.param_groups(named, config.training, self.adapter.rates)
+        self.optimizer = self.plan.build_optimizer(param_groups, config.training)
         self.scaler = self.plan.scaler()
         if state is not None:
             self.load(state)

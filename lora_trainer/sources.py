@@ -38,7 +38,8 @@ IMAGE_GGUF = ("flux", "sd1", "sdxl", "sd3", "aura", "ltxv", "hyvid", "wan", "qwe
 
 
 T5_GGUF = ("t5", "t5encoder")
-TRANSFORMERS = (Kind.FLUX, Kind.FLUX2, Kind.CHROMA, Kind.SD3, Kind.DIT)
+TRANSFORMERS = (Kind.FLUX, Kind.FLUX2, Kind.CHROMA, Kind.CHROMA_RADIANCE, Kind.SD3, Kind.Z_IMAGE, Kind.LUMINA2, Kind.DIT,
+                Kind.QWEN_IMAGE, Kind.QWEN_IMAGE_21)
 """What is told by its tensors in GGUF too; UNets are not read from there."""
 
 

@@ -165,6 +165,41 @@ def _text(value: Any) -> Any:
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
+RULE = {"alvo": "target", "rank": "rank", "alfa": "alpha", "taxa": "rate"}
+"""Portuguese name -> the name used in code, of what a rule about layers may say."""
+_ABOVE_ZERO = {"rank": (int, 1024), "alpha": (float, 1_000_000), "rate": (float, 1000)}
+
+
+def _rule(value: Any) -> Any:
+    """{alvo: expression, rank: 8, …} with the names used in code; what is not said is absent."""
+    if not isinstance(value, dict) or "target" not in (named := {RULE.get(str(k), str(k)): v for k, v in value.items()}):
+        raise PydanticCustomError("rule", "expected a rule")
+    if named.keys() - {"target", *_ABOVE_ZERO} or len(named) < max(2, len(value)):
+        raise PydanticCustomError("rule", "expected other keys")
+    rule: dict[str, Any] = {"target": _text(named["target"])}
+    if not isinstance(rule["target"], str) or not rule["target"]:
+        raise PydanticCustomError("rule", "expected an expression")
+    for key, (kind, largest) in _ABOVE_ZERO.items():
+        if key in named:
+            rule[key] = _above_zero(named[key], kind, largest)
+    return rule
+
+
+def _above_zero(value: Any, kind: Any, largest: float) -> Any:
+    value = (_integer if kind is int else _number)(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if not 0 < number <= largest or (kind is int and number != int(number)):
+        raise PydanticCustomError("rule", "expected a number above zero")
+    return kind(number)
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, dict) else value
+
+
 # The string in each type is its kind, which loading reads to know how to treat what the user wrote.
 Boolean = Annotated[bool, BeforeValidator(_boolean), "boolean"]
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False), "number"]
@@ -181,3 +216,5 @@ LocalPath = Annotated[str, BeforeValidator(_path), "local_path"]
 """A path, resolved at load; keys of this type may not hold a hub id."""
 PathOrHub = Annotated[str, BeforeValidator(_path), "path_or_hub"]
 """A path if it looks like one or exists, else a Hugging Face id `owner/name`."""
+Rules = Annotated[list[Annotated[dict[str, Any], BeforeValidator(_rule)]], BeforeValidator(_listed)]
+"""What holds for some layers: {"target": expression, "rank": …, "alpha": …, "rate": …}."""

@@ -42,6 +42,11 @@ def _wanted(code: str, option: Option, lang: str) -> str:
     if option.kind in ("boolean", "choice"):
         words = option.allowed_words(lang)
         return t(pt="um destes: ", en="one of: ") + ", ".join(words)
+    if code == "rule":
+        return t(
+            pt="regras com alvo e ao menos um de rank, alfa, taxa (maiores que zero)",
+            en="rules of a target and at least one of rank, alpha, rate (above zero)",
+        )
     if code == "resolution_small":
         return t(pt="lados de pelo menos 64 pixels", en="sides of at least 64 pixels")
     if code == "resolution_large":

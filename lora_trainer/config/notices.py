@@ -33,6 +33,7 @@ def _has_convolutions(config: Config) -> bool:
 _NEEDS = (
     _Needs(("model", "conv_rank"), _has_convolutions, ("model", "lora_targets"), "all"),
     _Needs(("model", "conv_alpha"), _has_convolutions, ("model", "lora_targets"), "all"),
+    _Needs(("model", "lokr_factor"), lambda c: c.model.adapter_kind == "lokr", ("model", "adapter_kind"), "lokr"),
     _Needs(
         ("training", "text_encoder_learning_rate"),
         lambda c: c.model.train_text_encoder,

@@ -28,6 +28,7 @@ EXPECTED: dict[Key, str] = {
     ("model", "tokenizer"): "folder",
     ("model", "architecture"): "folder",
     ("model", "initial_lora"): "any",
+    ("model", "training_lora"): "any",
     ("data", "data_dir"): "any",
     ("data", "mask_dir"): "folder",
     ("data", "regularization_dir"): "folder",
@@ -36,8 +37,9 @@ EXPECTED: dict[Key, str] = {
 }
 """What must be there. "output": made when needed, but it must be possible to write there."""
 
-SHAPES = Path(__file__).parents[1] / "families" / "shapes"
-"""Config files of popular language models, known by name: `modelo.arquitetura: llama-3.1-8b`."""
+SHAPES = tuple(Path(__file__).parents[1] / "families" / folder for folder in ("shapes", "arch"))
+"""Config files of popular language models, and of the image families' releases, known by name: `modelo.arquitetura:
+llama-3.1-8b`, `flux2_dev`."""
 _SHAPE = re.compile(r"[\w.-]+")
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
@@ -88,8 +90,8 @@ def _resolve(value: str, entry: Entry, outcome: Outcome) -> str:
     if not text:
         outcome.problems.append(_empty(entry))
         return value
-    if entry.option.key == ("model", "architecture") and _SHAPE.fullmatch(text) and (SHAPES / text).is_dir():
-        return str(SHAPES / text)
+    if entry.option.key == ("model", "architecture") and (shipped := _shipped(text)):
+        return shipped
     if os.name != "nt" and _DRIVE.match(text):
         outcome.problems.append(_other_computer(text, entry))
         return text
@@ -108,13 +110,19 @@ def _resolve(value: str, entry: Entry, outcome: Outcome) -> str:
     return path
 
 
+def _shipped(name: str) -> str | None:
+    """The folder of config files that is known by a name."""
+    found = [folder / name for folder in SHAPES if _SHAPE.fullmatch(name) and (folder / name).is_dir()]
+    return str(found[0]) if found else None
+
+
 def _check(path: str, expected: str, entry: Entry) -> Problem | None:
     if expected == "output":
         return _unwritable(path, entry)
     if not os.path.exists(path):
         hint = near_matches(Path(path))
         if entry.option.key == ("model", "architecture"):
-            names = ", ".join(sorted(shape.name for shape in SHAPES.iterdir() if shape.is_dir()))
+            names = ", ".join(sorted(shape.name for folder in SHAPES for shape in folder.iterdir() if shape.is_dir()))
             hint = t(pt=f"uma pasta, ou um destes nomes: {names}", en=f"a folder, or one of these names: {names}")
         return _problem(entry, path, t(pt="não existe", en="does not exist"), hint)
     if expected == "folder" and not os.path.isdir(path):

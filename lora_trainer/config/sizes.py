@@ -1,7 +1,8 @@
-"""How many parameters a base has, told from headers or config.json without torch: what `tamanhos:` sections go by.
+"""How many parameters a base has, told from headers or config.json: what `tamanhos:` sections go by.
 
-Headers are exact. A config.json alone (planning from a shape) is worked out for decoders of the usual kind: attention with
-grouped heads, a gated MLP or a mixture of them; norms and biases are left out.
+Of an image model it is the transformer that counts, not what encodes for it. Headers are exact. A config.json alone (planning
+from a shape): of a decoder of the usual kind it is worked out without torch, less norms and biases; a diffusion transformer
+is built without weights.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,6 +15,8 @@ from ..headers import read_header
 from ..sources import Source
 
 BILLION = 1e9
+WITHIN = "model.diffusion_model."
+"""In files that hold text encoders and VAE too."""
 
 
 def billions(source: Source) -> float | None:
@@ -22,11 +25,15 @@ def billions(source: Source) -> float | None:
         tensors: Mapping[str, Any] = source.header
         if is_gguf(source.path):
             tensors = open_gguf(source.path, source.what).tensors
-        return _counted([tensors])
-    files = replace(source, planning=True).weight_files("")
+        inside = {name: info for name, info in tensors.items() if name.startswith(WITHIN)}
+        return _counted([inside or tensors])
+    sub = "transformer" if source.config("transformer") else ""
+    files = replace(source, planning=True).weight_files(sub)
     if files:
         return _counted(read_header(path, source.what)[0] for path in files)
-    config = source.config("")
+    config = source.config(sub)
+    if config is not None and "_class_name" in config:
+        return _built(config)
     return None if config is None else _of_config(config)
 
 
@@ -39,7 +46,20 @@ def section_for(bounds: Iterable[float], size: float | None) -> float | None:
 
 
 def _counted(headers: Iterable[Mapping[str, Any]]) -> float:
-    return sum(prod(info.shape) for header in headers for info in header.values()) / BILLION
+    """Two weights of 4 bits lie in a byte."""
+    every = (info for header in headers for info in header.values())
+    return sum(prod(info.shape) * (2 if getattr(info, "dtype", "") == "U8" else 1) for info in every) / BILLION
+
+
+def _built(config: Mapping[str, Any]) -> float | None:
+    import diffusers
+    import torch
+
+    network = getattr(diffusers, str(config["_class_name"]), None)
+    if network is None:
+        return None
+    with torch.device("meta"):
+        return float(sum(parameter.numel() for parameter in network.from_config(dict(config)).parameters())) / BILLION
 
 
 def _of_config(config: Mapping[str, Any]) -> float | None:

@@ -48,6 +48,14 @@ class LoraModule:
         shift = 2.0 ** round((torch.tensor(down).log2() - torch.tensor(up).log2()).item() / 2)
         return replace(self, down=self.down / shift, up=self.up * shift)
 
+    def balanced_by_component(self) -> "LoraModule":
+        """The same for each row of `down` and its column of `up` apart."""
+        down, up = self.down.abs().flatten(1).amax(1), self.up.abs().flatten(1).amax(0)  # (r,): kernels of `up` are 1 x 1
+        used = (down > 0) & (up > 0)
+        shift = torch.where(used, 2.0 ** ((down.log2() - up.log2()) / 2).round(), torch.ones(()))
+        columns = shift.view(1, -1, *[1] * (self.up.ndim - 2))
+        return replace(self, down=self.down / shift.view(-1, *[1] * (self.down.ndim - 1)), up=self.up * columns)
+
 
 Lora = dict[str, LoraModule]
 """Module path -> its LoRA."""

@@ -70,7 +70,7 @@ def unpack(tensors: Mapping[str, Tensor], paths: Iterable[str], metadata: Mappin
     found: dict[str, dict[str, Tensor]] = {}
     strangers = set()
     for key, tensor in tensors.items():
-        match = _KEY.fullmatch(key.removeprefix("base_model.model."))
+        match = _KEY.fullmatch(_plain(key))
         path = by_name.get(_modern(match["path"])) if match else None
         if match and path and match.lastgroup:
             found.setdefault(path, {})[match.lastgroup] = tensor
@@ -80,6 +80,12 @@ def unpack(tensors: Mapping[str, Tensor], paths: Iterable[str], metadata: Mappin
     strangers.update(found.keys() - complete.keys())
     config = _read_config(metadata)
     return {path: _module(path, parts, config) for path, parts in complete.items()}, sorted(strangers)
+
+
+def _plain(key: str) -> str:
+    """Without what peft puts before it, and with diffusers' word for ComfyUI's (ai-toolkit's `diffusion_model.`)."""
+    key = key.removeprefix("base_model.model.")
+    return f"transformer.{key.removeprefix('diffusion_model.')}" if key.startswith("diffusion_model.") else key
 
 
 def _modern(path: str) -> str:

@@ -6,8 +6,9 @@ trainers write one `down` for the whole; read here, each part gets that `down` a
 magnitude belongs to whole rows of the fused matrix.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,11 +19,15 @@ from ._lora import Lora, LoraModule
 
 @dataclass(frozen=True)
 class Slot:
-    """A module's place in the file: name, and of a fused matrix which part it is and the rows (outputs) of each."""
+    """A module's place in the file: name, and of a fused matrix which part it is and the rows (outputs) of each.
+
+    `swapped`: the two halves of its rows are exchanged there (scale and shift of SD3's last modulation).
+    """
 
     name: str
     index: int = 0
     rows: tuple[int, ...] = ()
+    swapped: bool = False
 
 
 Slots = Callable[[str], Slot | None]
@@ -38,7 +43,8 @@ def slots_of(family: Any) -> Slots | None:
 def pack(lora: Lora, slots: Slots) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, (rows, members) in _by_name(lora, slots).items():
-        module = lora[members[0]] if not rows else _fused({i: lora[path] for i, path in members.items()}, rows)
+        parts = {index: _ordered(lora[path], slots(path)) for index, path in members.items()}
+        module = _fused(parts, rows) if rows else parts[0]
         tensors[f"{name}.lora_down.weight"] = module.down
         tensors[f"{name}.lora_up.weight"] = module.up
         tensors[f"{name}.alpha"] = torch.tensor(module.alpha)
@@ -55,6 +61,13 @@ def _by_name(paths: Iterable[str], slots: Slots) -> dict[str, tuple[tuple[int, .
     return found
 
 
+def _ordered(module: LoraModule, slot: Slot | None) -> LoraModule:
+    """Between our order of rows and the file's, either way."""
+    if slot is None or not slot.swapped:
+        return module
+    return replace(module, up=module.up.roll(len(module.up) // 2, 0))
+
+
 def _fused(parts: Mapping[int, LoraModule], rows: tuple[int, ...]) -> LoraModule:
     rank = max(part.rank for part in parts.values())
     scale = next(iter(parts.values())).scale
@@ -69,8 +82,13 @@ def _fused(parts: Mapping[int, LoraModule], rows: tuple[int, ...]) -> LoraModule
 
 
 def unpack(tensors: Mapping[str, Tensor], paths: Iterable[str], slots: Slots) -> tuple[Lora, list[str]]:
-    """The modules among `paths`, and the file's names that belong to none of them."""
-    places = _by_name(paths, slots)
+    """The modules among `paths`, and the file's names that belong to none of them.
+
+    Files of trainers that take diffusers' modules (musubi-tuner's of Z-Image) spell those out, unfused.
+    """
+    paths = list(paths)
+    usual = _by_name(paths, slots)
+    places = {f"lora_unet_{path.partition('.')[2].replace('.', '_')}": ((), {0: path}) for path in paths} | usual
     lora: Lora = {}
     strangers = []
     for name in dict.fromkeys(key.partition(".")[0] for key in tensors):
@@ -83,10 +101,30 @@ def unpack(tensors: Mapping[str, Tensor], paths: Iterable[str], slots: Slots) ->
         whole = LoraModule(down, up, float(alpha if alpha is not None else len(down)) / len(down))
         for index, part in enumerate(split(whole, rows)) if rows else [(0, whole)]:
             if index in members:
-                lora[members[index]] = part
+                path = members[index]
+                lora[path] = _ordered(part, slots(path) if name in usual else None)
             elif bool(part.up.any()):
                 strangers.append(f"{name} [{index}]")
     return lora, strangers
+
+
+_COMFYUI = re.compile(r"diffusion_model\.(?P<name>.+)\.(?:(?P<down>lora_A|lora_down)|(?P<up>lora_B|lora_up)|alpha)(?:\.weight)?")
+
+
+def respelled(tensors: Mapping[str, Tensor], paths: Iterable[str], slots: Slots) -> dict[str, Tensor]:
+    """A file with the original's names in ComfyUI's spelling, `diffusion_model.….qkv.lora_A.weight`, in kohya's; others as
+    they are. Some layers are called the same in the original and in diffusers: one that is not tells."""
+    paths = list(paths)
+    ours, theirs = {path.partition(".")[2] for path in paths}, _by_name((path for path in paths if slots(path)), slots)
+    found = {key: match for key in tensors if (match := _COMFYUI.fullmatch(key))}
+    names = {key: f"lora_unet_{match['name'].replace('.', '_')}" for key, match in found.items()}
+    if not any(names[key] in theirs and match["name"] not in ours for key, match in found.items()):
+        return dict(tensors)
+
+    def spelled(key: str, match: re.Match[str]) -> str:
+        return f"{names[key]}.{'lora_down.weight' if match['down'] else 'lora_up.weight' if match['up'] else 'alpha'}"
+
+    return {spelled(key, found[key]) if key in found else key: tensor for key, tensor in tensors.items()}
 
 
 def split(whole: LoraModule, rows: tuple[int, ...]) -> list[LoraModule]:

@@ -120,7 +120,11 @@ def network_facts(lora: Lora) -> dict[str, str]:
         arguments |= {"conv_dim": str(conv_rank), "conv_alpha": _number(conv_alpha)}
     if any(m.magnitude is not None for m in lora.values()):
         arguments["dora_wd"] = "True"
-    return {key: _text(value) for key, value in {**facts, "ss_network_args": arguments}.items()}
+    return as_text({**facts, "ss_network_args": arguments})
+
+
+def as_text(facts: Mapping[str, Any]) -> dict[str, str]:
+    return {key: _text(value) for key, value in facts.items()}
 
 
 def hashes(body: bytes, training_only: bytes) -> dict[str, str]:

@@ -54,7 +54,7 @@ def save_peft_folder(
 ) -> Path:
     """Write `folder` whole; `facts` go into the model card, one line each. DivergedError if a value is not finite."""
     lora = {path.removeprefix(f"{PART}."): module for path, module in adapter.export().items()}
-    _refuse_non_finite(lora, folder)
+    _refuse_non_finite({name: module.tensors for name, module in lora.items()}, folder)
     if precision == "fp16":
         lora = {name: m.balanced() if _needs_balance(m.down) or _needs_balance(m.up) else m for name, m in lora.items()}
     tensors = cast(_keyed(lora), DTYPES[precision], folder)

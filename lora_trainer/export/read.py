@@ -5,7 +5,7 @@ Tensors come back in float32 whatever the file holds (fp8 included): a LoRA is n
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def read_tensors(path: Path, what: str = "") -> tuple[dict[str, Tensor], dict[st
     try:
         return load_file(path), metadata
     except SafetensorError as error:  # the library is stricter than our header check: gaps, bytes left over
-        raise _damaged(path, error) from error
+        raise damaged(path, error) from error
 
 
 def read_lora(
@@ -51,10 +51,9 @@ def read_lora(
     slots: fused.Slots | None = None,
 ) -> LoraFile:
     """`paths`: the module paths the model can take; `prefixes`: part -> kohya prefix; `slots`: of fused.py."""
-    stored, metadata = read_tensors(path)
-    _refuse_other_kinds(stored, path)
-    tensors = {key: _as_float32(key, tensor, path) for key, tensor in stored.items()}
+    tensors, metadata = read_as_float32(path, lambda stored: refuse_other_kinds(stored, path))
     try:
+        tensors = tensors if slots is None else fused.respelled(tensors, paths, slots)
         if slots is not None and is_kohya(tensors):
             lora, strangers = fused.unpack(tensors, [path for path in paths if slots(path)], slots)
         elif is_kohya(tensors):
@@ -63,15 +62,24 @@ def read_lora(
             lora, strangers = diffusers.unpack(tensors, paths, metadata)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError,
             re.error) as error:
-        raise _damaged(path, error) from error  # tensors or metadata that are not what their names say
+        raise damaged(path, error) from error  # tensors or metadata that are not what their names say
     return LoraFile(lora, strangers, metadata)
 
 
+def read_as_float32(
+    path: Path, refuse: Callable[[Mapping[str, Tensor]], None]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Every tensor in float32, all finite, and the metadata; `refuse` looks at what is stored first."""
+    stored, metadata = read_tensors(path)
+    refuse(stored)
+    return {key: _as_float32(key, tensor, path) for key, tensor in stored.items()}, metadata
+
+
 def is_kohya(names: Iterable[str]) -> bool:
-    return any(name.startswith(("lora_unet_", "lora_te")) for name in names)
+    return any(name.startswith(("lora_unet_", "lora_te", "lycoris_")) for name in names)
 
 
-def _damaged(path: Path, error: Exception) -> SourceError:
+def damaged(path: Path, error: Exception) -> SourceError:
     return SourceError(
         t(pt=f"o arquivo está estragado ({error})", en=f"the file is damaged ({error})"),
         t(pt="baixe ou grave o arquivo de novo", en="download or save the file again"),
@@ -81,21 +89,7 @@ def _damaged(path: Path, error: Exception) -> SourceError:
 
 def differences(file: LoraFile, live: Lora) -> list[str]:
     """Empty if the file fits the adapter: same modules, ranks and kind. One line for each kind of difference."""
-    lines = []
-    if file.strangers:
-        lines.append(
-            t(
-                pt=f"{len(file.strangers)} módulos do arquivo não recebem LoRA aqui ({_sample(file.strangers)})",
-                en=f"{len(file.strangers)} modules of the file get no LoRA here ({_sample(file.strangers)})",
-            )
-        )
-    if missing := sorted(live.keys() - file.lora.keys()):
-        lines.append(
-            t(
-                pt=f"{len(missing)} módulos que recebem LoRA aqui faltam no arquivo ({_sample(missing)})",
-                en=f"{len(missing)} modules that get a LoRA here are missing in the file ({_sample(missing)})",
-            )
-        )
+    lines = name_lines(file.strangers, file.lora.keys(), live.keys())
     common = sorted(live.keys() & file.lora.keys())
     ranks = Counter((file.lora[p].rank, live[p].rank) for p in common if file.lora[p].rank != live[p].rank)
     for (theirs, ours), count in sorted(ranks.items()):
@@ -132,11 +126,31 @@ def differences(file: LoraFile, live: Lora) -> list[str]:
     return lines
 
 
+def name_lines(strangers: Sequence[str], theirs: Collection[str], ours: Collection[str]) -> list[str]:
+    """What the file has and the adapter has not, and the other way round."""
+    lines = []
+    if strangers:
+        lines.append(
+            t(
+                pt=f"{len(strangers)} módulos do arquivo não recebem LoRA aqui ({_sample(strangers)})",
+                en=f"{len(strangers)} modules of the file get no LoRA here ({_sample(strangers)})",
+            )
+        )
+    if missing := sorted(set(ours) - set(theirs)):
+        lines.append(
+            t(
+                pt=f"{len(missing)} módulos que recebem LoRA aqui faltam no arquivo ({_sample(missing)})",
+                en=f"{len(missing)} modules that get a LoRA here are missing in the file ({_sample(missing)})",
+            )
+        )
+    return lines
+
+
 def _layer_shape(lora: Lora, path: str) -> tuple[int, ...]:
     return (lora[path].up.shape[0], *lora[path].down.shape[1:])
 
 
-def _sample(names: list[str]) -> str:
+def _sample(names: Sequence[str]) -> str:
     return names[0] + (", …" if len(names) > 1 else "")
 
 
@@ -151,15 +165,20 @@ def _as_float32(key: str, tensor: Tensor, path: Path) -> Tensor:
     return value
 
 
-def _refuse_other_kinds(tensors: Mapping[str, Tensor], path: Path) -> None:
+def _way_out(kind: str) -> str:
+    if kind in ("LoHa", "LoKr"):
+        return t(pt=f"use tipo_adaptador: {kind.lower()}", en=f"use adapter_kind: {kind.lower()}")
+    return t(
+        pt="use um LoRA com lora_down/lora_up ou lora_A/lora_B", en="use a LoRA with lora_down/lora_up or lora_A/lora_B"
+    )
+
+
+def refuse_other_kinds(tensors: Mapping[str, Tensor], path: Path) -> None:
     for mark, kind in _OTHER_KINDS.items():
         if any(mark in key for key in tensors):
             raise SourceError(
                 t(pt=f"o arquivo é um {kind}, não um LoRA comum", en=f"the file is a {kind}, not a plain LoRA"),
-                t(
-                    pt="use um LoRA com lora_down/lora_up ou lora_A/lora_B",
-                    en="use a LoRA with lora_down/lora_up or lora_A/lora_B",
-                ),
+                _way_out(kind),
                 str(path),
             )
     if not any(".lora" in key for key in tensors):

@@ -7,6 +7,7 @@ magnitudes from kohya files; then the difference is not refused but told. Left o
 called from here; the key lists in tests/golden stand for them.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import diffusers as diffusers_library
 import torch
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..errors import DivergedError, MachineError, t
@@ -24,8 +26,10 @@ from ..tracker import host_memory
 from . import diffusers
 from ._lora import Lora, LoraModule
 from .fused import slots_of
+from .lycoris import Lycoris
 from .read import LoraFile, differences, is_kohya, read_lora, read_tensors
 from .readers import reader_for
+from .verify_lycoris import verify_lycoris
 
 if TYPE_CHECKING:
     from ..adapters import Adapter
@@ -58,6 +62,8 @@ def verify(
 
     `forward` runs a small fixed batch; under autocast it must return the dtype it computed in (it sets the bound).
     """
+    if adapter.kind != "lora":
+        return verify_lycoris(model, adapter, family, path, forward)
     with host_memory():
         live = adapter.export()
         file, dtype = _read_checked(path, adapter)
@@ -79,13 +85,29 @@ def verify(
         _require(output_difference <= tolerance, path, f"output: {output_difference:.2e}")
         _require(effect > 0 or torch.equal(reference, base), path, "no effect")
     if not effect:
-        notice = t(pt="o LoRA não muda a saída do modelo", en="the LoRA does not change the model's output")
-    reader = f"diffusers {diffusers_library.__version__}"
+        notice = no_effect_notice()
+    reader = _our_reader() if _only_we_read(path, family) else f"diffusers {diffusers_library.__version__}"
     return Verification(path, len(live), delta_difference, output_difference, effect, reader, notice)
 
 
-def _read_checked(path: Path, adapter: "Adapter") -> tuple[LoraFile, torch.dtype]:
-    """The file, found complete and finite, and the dtype of its matrices."""
+def _only_we_read(path: Path, family: "Family") -> bool:
+    """A kohya file of a model whose kohya files diffusers does not know."""
+    return not getattr(family, "kohya_as_released", True) and is_kohya(read_header(path, path.name)[0])
+
+
+def _our_reader() -> str:
+    return t(
+        pt="nosso leitor, pois o diffusers não lê este arquivo (para ele, acrescente diffusers a saida.formatos)",
+        en="our own reader, since diffusers does not read this file (for it, add diffusers to output.formats)",
+    )
+
+
+def no_effect_notice() -> str:
+    return t(pt="o LoRA não muda a saída do modelo", en="the LoRA does not change the model's output")
+
+
+def stored_dtype(path: Path) -> torch.dtype:
+    """Of the file's matrices, all found finite."""
     stored, _ = read_tensors(path, path.name)
     bad = sorted(key for key, tensor in stored.items() if not bool(tensor.float().isfinite().all()))
     if bad:
@@ -93,11 +115,17 @@ def _read_checked(path: Path, adapter: "Adapter") -> tuple[LoraFile, torch.dtype
             t(pt=f"o arquivo tem NaN ou infinito ({bad[0]})", en=f"the file has NaN or infinity ({bad[0]})"),
             where=str(path),
         )
+    return next(tensor.dtype for tensor in stored.values() if tensor.ndim > 1)
+
+
+def _read_checked(path: Path, adapter: "Adapter") -> tuple[LoraFile, torch.dtype]:
+    """The file, found complete and finite, and the dtype of its matrices."""
+    dtype = stored_dtype(path)
     prefixes, slots = adapter.family.export_prefixes(), slots_of(adapter.family)
     file = read_lora(path, list(adapter.layers), prefixes, adapter.layers_per_block, slots)
     lines = differences(file, adapter.export())
     _require(not lines, path, "; ".join(lines))
-    return file, next(tensor.dtype for tensor in stored.values() if tensor.ndim > 1)
+    return file, dtype
 
 
 def _load_as_consumer(model: nn.ModuleDict, family: "Family", path: Path, file: LoraFile) -> bool:
@@ -121,17 +149,20 @@ def _load_as_consumer(model: nn.ModuleDict, family: "Family", path: Path, file: 
 
 def _load_into_transformer(reader: Any, model: nn.ModuleDict, family: "Family", path: Path, file: LoraFile) -> None:
     """A kohya file comes with parts that are all zero; and diffusers takes it apart for the released sizes only: for others
-    our own reading of it goes through the loader."""
-    if is_kohya(read_header(path, path.name)[0]) and not getattr(family, "kohya_as_released", True):
-        state, alphas, metadata = diffusers.pack(diffusers.folded(file.lora), {}), None, None
+    our own reading of it goes through the loader. Some loaders keep alphas apart (FLUX's); others fold them in."""
+    apart = "network_alphas" in inspect.signature(reader.load_lora_into_transformer).parameters
+    alphas = None
+    if _only_we_read(path, family):
+        state, metadata = diffusers.pack(diffusers.folded(file.lora), {}), None
     else:
-        state, alphas, metadata = reader.lora_state_dict(
-            str(path), local_files_only=True, return_alphas=True, return_lora_metadata=True
-        )
+        wanted = {"return_lora_metadata": True, **({"return_alphas": True} if apart else {})}
+        state, *between, metadata = reader.lora_state_dict(str(path), local_files_only=True, **wanted)
+        alphas = between[0] if apart else None
     empty = {key.partition(".lora_B")[0] for key, value in state.items() if ".lora_B" in key and not bool(value.any())}
     gone = empty - file.lora.keys()
     state = {key: value for key, value in state.items() if key.partition(".lora_")[0] not in gone}
-    reader.load_lora_into_transformer(state, network_alphas=alphas, transformer=model["transformer"], metadata=metadata)
+    options = {"network_alphas": alphas} if apart else {}
+    reader.load_lora_into_transformer(state, transformer=model["transformer"], metadata=metadata, **options)
 
 
 def _dora_notice(difference: float) -> str:
@@ -172,7 +203,7 @@ def _lifted_out(model: nn.ModuleDict, adapter: "Adapter") -> Iterator[None]:
         yield
     finally:
         for parent, name, child in _children(model):
-            if isinstance(child, LoraLayer):
+            if isinstance(child, BaseTunerLayer):
                 setattr(parent, name, child.base_layer)
         for parent, name, layer in places:
             setattr(parent, name, layer)
@@ -187,16 +218,17 @@ def _lifted_out(model: nn.ModuleDict, adapter: "Adapter") -> Iterator[None]:
 
 
 @contextmanager
-def _rounded(adapter: "Adapter", lora: Lora, dtype: torch.dtype) -> Iterator[None]:
+def _rounded(adapter: "Adapter", lora: Lora | Lycoris, dtype: torch.dtype) -> Iterator[None]:
     """Inside, the live adapter holds the file's values in `dtype`; afterwards its own storages again."""
-    state, own = adapter.state_of(lora), {key: p.data for key, p in adapter.named_parameters().items()}
-    for key, parameter in adapter.named_parameters().items():
-        parameter.data = state[key].to(parameter.device, dtype)
+    tensors = adapter.named_tensors()
+    state, own = adapter.state_of(lora), {key: tensor.data for key, tensor in tensors.items()}
+    for key, tensor in tensors.items():
+        tensor.data = state[key].to(tensor.device, dtype)
     try:
         yield
     finally:
-        for key, parameter in adapter.named_parameters().items():
-            parameter.data = own[key]
+        for key, tensor in tensors.items():
+            tensor.data = own[key]
 
 
 @contextmanager
@@ -224,7 +256,11 @@ def _delta_difference(stored: LoraModule, live: LoraModule) -> float:
     pairs = [(stored.delta(), live.delta())]
     if stored.magnitude is not None and live.magnitude is not None:
         pairs.append((stored.magnitude, live.magnitude))
-    return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs)
+    return max(_relative_norm(a, b) for a, b in pairs)
+
+
+def _relative_norm(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
 def _relative(a: Tensor, b: Tensor) -> float:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ..atomic import replacing
 from ..errors import DivergedError, MachineError, t
-from . import diffusers, fused, kohya
+from . import diffusers, fused, kohya, lycoris
 from ._lora import Lora
-from .metadata import capped, hashes, network_facts
+from .metadata import as_text, capped, hashes, network_facts
 
 if TYPE_CHECKING:
     from ..adapters import Adapter
@@ -43,22 +43,46 @@ def save_adapter(
     adapter: "Adapter", family: "Family", path: Path, format: Format, precision: Precision, metadata: Mapping[str, Any]
 ) -> Path:
     """Write `path`; DivergedError, and nothing written, if a value is not finite. Notices go to the log."""
-    lora = adapter.export()
-    _refuse_non_finite(lora, path)
-    if format == "diffusers":
-        lora = diffusers.folded(lora)
-    if precision == "fp16":
-        lora = {name: m.balanced() if _needs_balance(m.down) or _needs_balance(m.up) else m for name, m in lora.items()}
-    tensors = _pack(lora, family, format)
-    facts = network_facts(lora)
-    if format == "diffusers":
-        facts |= diffusers.adapter_metadata(lora)
+    tensors, facts = (_lora if adapter.kind == "lora" else _lycoris)(adapter, family, path, format, precision)
     stored = cast(tensors, DTYPES[precision], path)
     text, notices = capped({**metadata, **facts})
     for notice in notices:
         log.warning(notice)
     write_atomically(path, serialise(stored, text))
     return path
+
+
+def _lora(
+    adapter: "Adapter", family: "Family", path: Path, format: Format, precision: Precision
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What the file holds, and what only it can tell."""
+    lora = adapter.export()
+    _refuse_non_finite({name: module.tensors for name, module in lora.items()}, path)
+    if format == "diffusers":
+        lora = diffusers.folded(lora)
+    if precision == "fp16":
+        lora = {name: m.balanced() if any(map(_needs_balance, m.tensors[:2])) else m for name, m in lora.items()}
+    facts = network_facts(lora)
+    if format == "diffusers":
+        facts |= diffusers.adapter_metadata(lora)
+    return _pack(lora, family, format), facts
+
+
+def _lycoris(
+    adapter: "Adapter", family: "Family", path: Path, format: Format, precision: Precision
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The same of a LoHa or LoKr."""
+    modules = adapter.export_lycoris()
+    _refuse_non_finite({name: list(module.factors.values()) for name, module in modules.items()}, path)
+    if format == "diffusers":
+        modules = {name: module.with_scale(1.0) for name, module in modules.items()}
+    if precision == "fp16":
+        modules = {
+            name: m.balanced() if any(map(_needs_balance, m.factors.values())) else m for name, m in modules.items()
+        }
+    shapes = {name: tuple(layer.weight.shape) for name, layer in adapter.layers.items()}
+    facts = as_text(lycoris.network_facts(modules, shapes))
+    return lycoris.pack(modules, family.export_prefixes(), format), facts
 
 
 def _pack(lora: Lora, family: "Family", format: Format) -> dict[str, Tensor]:
@@ -150,13 +174,13 @@ def _needs_balance(matrix: Tensor) -> bool:
     return lost or float(size.max()) > limits.max or float(size.square().mean().sqrt()) < 2.0**-12
 
 
-def _refuse_non_finite(lora: Lora, path: Path) -> None:
-    wrong = [name for name, module in lora.items() if not all(bool(x.isfinite().all()) for x in module.tensors)]
+def _refuse_non_finite(modules: Mapping[str, list[Tensor]], path: Path) -> None:
+    wrong = [name for name, tensors in modules.items() if not all(bool(x.isfinite().all()) for x in tensors)]
     if wrong:
         raise DivergedError(
             t(
-                pt=f"{len(wrong)} de {len(lora)} módulos do LoRA têm NaN ou infinito ({wrong[0]}, …); nada foi gravado",
-                en=f"{len(wrong)} of {len(lora)} LoRA modules hold NaN or infinity ({wrong[0]}, …); nothing written",
+                pt=f"{len(wrong)} de {len(modules)} módulos do LoRA têm NaN ou infinito ({wrong[0]}, …); nada foi gravado",
+                en=f"{len(wrong)} of {len(modules)} LoRA modules hold NaN or infinity ({wrong[0]}, …); nothing written",
             ),
             t(
                 pt="diminua taxa_aprendizado e retome do último arquivo bom",

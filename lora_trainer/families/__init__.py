@@ -60,6 +60,11 @@ def family_class(name: str) -> type[Family]:
     return family
 
 
+def family_titles() -> list[str]:
+    """What all of them are called, for people."""
+    return [family_class(name).title for name in plugins.available(PACKAGE)]
+
+
 def _recognised(source: Source, names: list[str]) -> type[Family] | None:
     """The family that is surest of the source."""
     scored = [(family.recognise(source), family) for family in map(family_class, names)]

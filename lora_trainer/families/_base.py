@@ -74,6 +74,8 @@ class Family(ABC):
     """For people: "Stable Diffusion 1.x/2.x"."""
     formats: ClassVar[tuple[str, ...]]
     """Of its files, the usual one first."""
+    sizes: ClassVar[dict[float, str]] = {}
+    """Bases of up to so many billion parameters -> the shape that stands for them in the presets (modelo.arquitetura)."""
     caption_tokens: ClassVar[tuple[int, ...]] = (75, 150, 225)
     """What `dados.maximo_tokens` may be, besides auto."""
     text_targets: ClassVar[str] = ""
@@ -201,8 +203,9 @@ class ImageFamily(Family):
 
     side_multiple: ClassVar[int]
     """Image sides must be multiples of this many pixels."""
-    usual_guidance: ClassVar[float] = 7.0
+    usual_guidance: float = 7.0
     """Of previews."""
+    usual_steps: int = 25
     token_limit: int = 75
     """Caption tokens that count."""
 

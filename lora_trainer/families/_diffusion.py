@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from ..config.names import shown
 from ..config.schema import DataConfig, TrainingConfig
 from ..errors import ConfigError, t
+from ..memory._host import compute_device
+from ..training_lora import taken_off
 from ._base import Batch, Example, ImageFamily, Sampling
 from ._objective import NoisePrediction, Objective, alphas_cumprod
-from ._rectified_flow import RectifiedFlow, Shift
+from ._rectified_flow import RectifiedFlow, Shift, TimestepSampling
 from ._sampling import sample_latents
 from ._weights import Component
 
@@ -34,9 +36,15 @@ class DiffusionFamily(ImageFamily):
     """beta_start, shift, num_train_timesteps, … as in diffusers' scheduler_config.json."""
     patch: ClassVar[int] = 2
     """Latent pixels that a transformer's token covers, along each side."""
+    timestep_sampling: ClassVar[TimestepSampling] = "logit_normal"
+    """What `treino.amostragem_passo_ruido: auto` is: as the family's own training script draws noise levels."""
+    training_shift: ClassVar[float | Literal["auto", "resolution"]] = "auto"
+    """How far they are shifted where the user does not say: "auto" is as its scheduler does when drawing."""
     distilled: bool = False
     """Draws from the prompt alone: its guidance, if any, is an input (`guidance` (B,) of the batch), not a difference."""
 
+    last_level: float | None = None
+    """Noise of a drawing's last step before the shift, where it is not 1 / steps."""
     training_guidance: float = 1.0
     components: Mapping[str, Component]
     """Networks by part: unet, vae, text_encoder, …"""
@@ -72,10 +80,19 @@ class DiffusionFamily(ImageFamily):
     def sample(
         self, model: nn.ModuleDict, positive: Sequence[Example], negative: Example, sampling: Sampling
     ) -> Tensor:
-        return sample_latents(self, model, positive, negative, sampling)
+        with taken_off(model):  # as the file will be used
+            return sample_latents(self, model, positive, negative, sampling)
+
+    def guide(self, with_prompt: Tensor, without: Tensor, scale: float) -> Tensor:
+        """Classifier-free guidance between two answers (B, C, H, W), both float32."""
+        return without + scale * (with_prompt - without)
+
+    def sampling_mu(self, steps: int, shape: torch.Size) -> float:
+        """log of the shift when drawing latents of `shape` (…, H, W) in so many steps, where it is not fixed."""
+        return Shift.of(self.schedule_config, self.patch).mu(shape)
 
     def probe(self, model: nn.ModuleDict) -> Tensor:
-        device, generator = next(model.parameters()).device, torch.Generator().manual_seed(0)
+        device, generator = compute_device(model), torch.Generator().manual_seed(0)
         batch = self.example_batch(1, (256, 256))
         batch["latents"] = batch["latents"][:, :, :PROBE_SIDE, :PROBE_SIDE]
         for name, value in batch.items():
@@ -116,10 +133,10 @@ def _refuse_foreign(settings: TrainingConfig, names: Sequence[str], family: Diff
 
 
 def _flow(settings: TrainingConfig, family: DiffusionFamily, unmasked_weight: float) -> RectifiedFlow:
-    asked: Any = {None: "auto", 0.0: "resolution"}.get(settings.timestep_shift, settings.timestep_shift)
+    asked: Any = {None: family.training_shift, 0.0: "resolution"}.get(settings.timestep_shift, settings.timestep_shift)
     return RectifiedFlow(
         shift=Shift.of(family.schedule_config, family.patch, asked),
-        sampling="logit_normal" if settings.timestep_sampling == "auto" else settings.timestep_sampling,
+        sampling=family.timestep_sampling if settings.timestep_sampling == "auto" else settings.timestep_sampling,
         logit_mean=settings.logit_mean,
         logit_std=settings.logit_std,
         mode_scale=settings.mode_scale,

@@ -1,4 +1,5 @@
-"""Black Forest Labs' names for the layers of a FLUX transformer: how single files, GGUF files and kohya LoRAs spell them.
+"""Black Forest Labs' names for the layers of a FLUX transformer, or of Chroma, made from it: how single files, GGUF files
+and kohya LoRAs spell them.
 
 q, k and v are one matrix there, and in single-stream blocks the MLP's first layer too; diffusers takes them apart. The last
 modulation's halves (scale, shift) are exchanged in diffusers. One table serves reading bases and naming LoRA layers alike.
@@ -40,8 +41,12 @@ _FUSED = {
     **{f"attn.to_{letter}": ("img_attn.qkv", index) for index, letter in enumerate("qkv")},
     **{f"attn.add_{letter}_proj": ("txt_attn.qkv", index) for index, letter in enumerate("qkv")},
 }
+_APPROXIMATOR = {"linear_1": "in_layer", "linear_2": "out_layer"}
+"""Chroma's replacement of all modulations."""
 _LINEAR1 = {"attn.to_q": 0, "attn.to_k": 1, "attn.to_v": 2, "proj_mlp": 3}
 MLP_RATIO = 4
+RELEASED_WIDTH = 3072
+"""diffusers reads kohya files of this width only."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,9 @@ def original(layer: str, width: int) -> Original | None:
     """`layer` as diffusers names it, without `.weight`; `width` of the hidden states. None where there is no such layer."""
     if layer in _OUTSIDE:
         return Original(_OUTSIDE[layer])
+    if layer.startswith("distilled_guidance_layer."):
+        start, _, last = layer.rpartition(".")
+        return Original(f"{start}.{_APPROXIMATOR.get(last, last)}")
     block = re.fullmatch(r"(single_)?transformer_blocks\.(\d+)\.(.+)", layer)
     if block is None:
         return None
@@ -73,6 +81,11 @@ def original(layer: str, width: int) -> Original | None:
         return Original(f"{start}.{name}", slot, (width, width, width))
     known = (_SINGLE if block[1] else _DOUBLE).get(rest)
     return Original(f"{start}.{known}") if known else None
+
+
+def is_scale(name: str) -> bool:
+    """Of norms without a bias, whose `weight` is called `scale`."""
+    return name.endswith(("query_norm", "key_norm")) or ".norms." in name
 
 
 def find_part(header: Any) -> Part | None:
@@ -88,30 +101,35 @@ def locate(part: Part, width: int) -> Locate:
         layer, _, leaf = name.rpartition(".")
         found = original(layer, width)
         assert found is not None, f"no key for {name}"
-        leaf = "scale" if found.name.endswith(("query_norm", "key_norm")) else leaf
+        leaf = "scale" if is_scale(found.name) else leaf
         return [Piece(part.key(f"{found.name}.{leaf}"), rows=found.span, swapped=layer == "norm_out.linear")]
 
     return pieces
 
 
 def derive(header: Any, standard: Mapping[str, Any]) -> tuple[dict[str, Any], Locate]:
-    """Config and places of a transformer in a single file, with Black Forest Labs' names or diffusers'."""
+    """Config and places of a transformer in a single file, with Black Forest Labs' names or diffusers'.
+
+    `standard` is the released model's config: what it does not name, its class does not have.
+    """
     if part := find_part(header):
         names = ("double_blocks", "single_blocks", "img_in", "txt_in", "vector_in.in_layer", "guidance_in.in_layer")
         norm, qkv = "double_blocks.0.img_attn.norm.query_norm.scale", "img_attn.qkv"
-        single = "linear1"
+        single, deep = "linear1", "in_layer"
     else:
         part = next(p for p in (Part(header, prefix) for prefix in PREFIXES) if "x_embedder.weight" in p)
         names = (
             "transformer_blocks", "single_transformer_blocks", "x_embedder", "context_embedder",
             "time_text_embed.text_embedder.linear_1", "time_text_embed.guidance_embedder.linear_1",
         )  # fmt: skip
-        norm, qkv, single = "transformer_blocks.0.attn.norm_q.weight", "attn.to_q", "attn.to_q"
+        norm, qkv, single, deep = "transformer_blocks.0.attn.norm_q.weight", "attn.to_q", "attn.to_q", "linear_1"
     double_name, single_name, image, text, pooled, guidance = names
-    shapes = {name: part.shape(f"{name}.weight") or (0, 0) for name in (image, text, pooled)}
+    approximator = "distilled_guidance_layer.in_proj"
+    found = {name: part.shape(f"{name}.weight") or () for name in (image, text, pooled, approximator)}
+    shapes = {name: shape if len(shape) == 2 else (0, 0) for name, shape in found.items()}
     head = (part.shape(norm) or (int(standard["attention_head_dim"]),))[0]
     width = shapes[image][0]
-    config = dict(standard) | {
+    derived = {
         "in_channels": shapes[image][1],
         "num_layers": part.count(f"{double_name}.{{}}.{qkv}.weight"),
         "num_single_layers": part.count(f"{single_name}.{{}}.{single}.weight"),
@@ -121,7 +139,11 @@ def derive(header: Any, standard: Mapping[str, Any]) -> tuple[dict[str, Any], Lo
         "pooled_projection_dim": shapes[pooled][1],
         "guidance_embeds": f"{guidance}.weight" in part,
         "axes_dims_rope": [axis * head // 128 for axis in (16, 56, 56)],
+        "approximator_hidden_dim": shapes[approximator][0],
+        "approximator_num_channels": shapes[approximator][1],
+        "approximator_layers": part.count(f"distilled_guidance_layer.layers.{{}}.{deep}.weight"),
     }
+    config = dict(standard) | {name: value for name, value in derived.items() if name in standard}
     if find_part(header):
         return config, locate(part, width)
     prefix = part.prefix

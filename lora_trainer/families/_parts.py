@@ -43,6 +43,10 @@ class Slot:
     locate: Locate
     """In diffusers folders."""
     float32: tuple[str, ...] = ()
+    also: tuple[Kind, ...] = ()
+    """Other kinds of file that hold it."""
+    optional: bool = False
+    """The base works without it."""
 
     @property
     def option(self) -> str:
@@ -73,11 +77,12 @@ def _describe_vae(part: Part, standard: Config) -> tuple[Config, Locate]:
 
 
 def build_t5(config: Mapping[str, Any]) -> nn.Module:
-    """Without the second name of its embeddings, which would be a second copy."""
+    """Without the second name of its embeddings, which would be a second copy, and without dropout, which a run that encodes
+    captions while it trains would switch on."""
     from transformers import T5Config, T5EncoderModel
 
     known = {k: v for k, v in config.items() if k not in ("architectures", "dtype", "torch_dtype", *NOT_OURS)}
-    encoder: nn.Module = T5EncoderModel(T5Config(**known))
+    encoder: nn.Module = T5EncoderModel(T5Config(**known | {"dropout_rate": 0.0}))
     encoder.shared = nn.Identity()
     return encoder
 
@@ -147,15 +152,15 @@ def open_parts(
     source: Source, settings: ModelConfig, release: str, transformer: Transformer, slots: Sequence[Slot]
 ) -> Networks:
     """All components of a base, checked against its files. `release`: the folder of arch/."""
-    opened = _Opener(source, settings, release)
+    opened = _Opener(source, settings, release, tuple(slots))
     components = {"transformer": opened.transformer(transformer)}
     missing = []
     for slot in slots:
         component = opened.slot(slot)
-        if component is None:
-            missing.append(slot)
-        else:
+        if component is not None:
             components[slot.part] = component
+        elif not slot.optional:
+            missing.append(slot)
     if missing:
         raise _missing(source, missing)
     for component in components.values():
@@ -170,6 +175,7 @@ class _Opener:
     source: Source
     settings: ModelConfig
     release: str
+    slots: tuple[Slot, ...]
 
     def transformer(self, spec: Transformer) -> Component:
         source = self.source
@@ -205,8 +211,8 @@ class _Opener:
         kind = source.looks_like()
         if source.kind == "folder" and source.config(slot.part):
             return self._of_folder(slot, source, slot.part)
-        if kind is not slot.kind:
-            raise _wrong_slot(slot, source, kind)
+        if kind not in (slot.kind, *slot.also):
+            raise _wrong_slot(slot, source, kind, self.slots)
         if source.kind == "folder":
             return self._of_folder(slot, source, "")
         return self._of_file(slot, source, "")
@@ -247,12 +253,12 @@ def _kept_notice(transformer: Component) -> str:
     )
 
 
-def _wrong_slot(slot: Slot, source: Source, kind: Kind) -> SourceError:
-    right = {Kind.CLIP: "text_encoder", Kind.T5: "text_encoder_2", Kind.VAE: "vae"}.get(kind)
+def _wrong_slot(slot: Slot, source: Source, kind: Kind, slots: Sequence[Slot]) -> SourceError:
+    right = next((other.option for other in slots if kind in (other.kind, *other.also)), None)
     looks = kind.title() if kind is not Kind.UNKNOWN else t(pt="nada que eu conheça", en="nothing that is known here")
     way = ""
-    if right and right != slot.part:
-        way = t(pt=f"; este arquivo cabe em {shown('model', right)}", en=f"; this file belongs in {shown('model', right)}")
+    if right:
+        way = t(pt=f"; este arquivo cabe em {right}", en=f"; this file belongs in {right}")
     return SourceError(
         t(pt=f"{source.title()} parece {looks}, não o {slot.title}", en=f"{source.title()} looks like {looks}, not {slot.title}"),
         t(pt=f"dê aqui o {slot.title}", en=f"give {slot.title} here") + way,

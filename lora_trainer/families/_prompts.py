@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..memory._host import is_fake
 from ._base import Batch, Example
 
 MASK = "prompt_mask"
@@ -17,8 +18,18 @@ MASK = "prompt_mask"
 
 def trimmed(embeds: Tensor, mask: Tensor) -> Tensor:
     """(L, D) and its mask (L,) -> the real tokens; the first, if there is none, since nothing cannot be attended to."""
+    if is_fake(mask):  # the longest caption, for the plan
+        return embeds
     kept = embeds[mask.bool()]
     return (kept if len(kept) else embeds[:1]).clone()
+
+
+def trim(example: Example) -> Example:
+    """Without its mask, and without the prompt embeds that it hides."""
+    if MASK not in example:
+        return example
+    rest = {name: value for name, value in example.items() if name != MASK}
+    return {**rest, "prompt_embeds": trimmed(example["prompt_embeds"], example[MASK])}
 
 
 def collate(examples: Sequence[Example]) -> Batch:

@@ -38,23 +38,40 @@ def _way_out(kind: Kind) -> str:
             pt="ponha em modelo_base o modelo completo; para continuar um LoRA, use modelo.lora_inicial",
             en="put the full model in base_model; to continue a LoRA, use model.initial_lora",
         )
-    if kind is Kind.VAE:
+    if kind in (Kind.VAE, Kind.VAE_QWEN):
         return t(
             pt="ponha em modelo_base o modelo completo; este arquivo cabe em modelo.vae",
             en="put the full model in base_model; this file belongs in model.vae",
         )
-    if kind in (Kind.CLIP, Kind.T5):
+    if kind in (Kind.CLIP, Kind.CLIP_G, Kind.T5):
         return t(
             pt="ponha em modelo_base o modelo que gera imagens; este arquivo cabe em modelo.codificador_texto ou "
             "codificador_texto_2",
             en="put the model that makes images in base_model; this file belongs in model.text_encoder or text_encoder_2",
+        )
+    if kind is Kind.VISION_LANGUAGE:
+        return t(
+            pt="ponha em modelo_base o modelo que gera imagens, ou um modelo de linguagem sem visão (…ForCausalLM); este cabe em "
+            "modelo.codificador_texto",
+            en="put the model that makes images in base_model, or a language model without vision (…ForCausalLM); this one "
+            "belongs in model.text_encoder",
+        )
+    if kind is Kind.QWEN_IMAGE_21:
+        return t(
+            pt="esse transformador ainda não é treinado aqui; use o Qwen-Image ou o Qwen-Image-2512",
+            en="that transformer is not trained here yet; use Qwen-Image or Qwen-Image-2512",
+        )
+    if kind is Kind.CHROMA_RADIANCE:
+        return t(
+            pt="use o Chroma1-HD ou o Chroma1-Base, que desenham com o VAE do FLUX.1",
+            en="use Chroma1-HD or Chroma1-Base, which draw with FLUX.1's VAE",
         )
     if kind is Kind.UNET:
         return t(
             pt="use o checkpoint completo (com VAE e codificador de texto) ou a pasta do diffusers",
             en="use the full checkpoint (with VAE and text encoder) or the diffusers folder",
         )
-    return t(
-        pt="use um checkpoint completo de Stable Diffusion 1.x, 2.x ou SDXL, um FLUX.1, ou um modelo de linguagem (…ForCausalLM)",
-        en="use a full checkpoint of Stable Diffusion 1.x, 2.x or SDXL, a FLUX.1, or a language model (…ForCausalLM)",
-    )
+    from . import family_titles
+
+    known = ", ".join(family_titles())
+    return t(pt=f"o que se treina aqui: {known}", en=f"what can be trained here: {known}")

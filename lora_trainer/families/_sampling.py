@@ -13,9 +13,9 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from ..memory._host import compute_device
 from ._base import Batch, Example, Sampling
 from ._prompts import collate
-from ._rectified_flow import Shift
 
 if TYPE_CHECKING:
     from ._diffusion import DiffusionFamily
@@ -38,8 +38,9 @@ def make_flow_scheduler(family: "DiffusionFamily", steps: int, shape: torch.Size
     """As the families' pipelines set it: evenly spaced levels, shifted for latents of `shape` (…, H, W)."""
     known = {key: value for key, value in family.schedule_config.items() if not key.startswith("_")}
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(known)
-    mu = Shift.of(family.schedule_config, family.patch).mu(shape) if scheduler.config.use_dynamic_shifting else None
-    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps).tolist(), mu=mu)
+    mu = family.sampling_mu(steps, shape) if scheduler.config.use_dynamic_shifting else None
+    last = 1 / steps if family.last_level is None else family.last_level
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, last, steps).tolist(), mu=mu)
     scheduler.set_begin_index(0)
     return scheduler
 
@@ -53,7 +54,7 @@ def sample_latents(
     sampling: Sampling,
 ) -> Tensor:
     """Clean latents (N, C, h, w) for N prompts, on the model's device."""
-    device = next(model.parameters()).device
+    device = compute_device(model)
     shape = family.example_batch(1, sampling.size)["latents"].shape[1:]
     noise = torch.stack([_noise(shape, sampling.seed + index) for index in range(len(positive))])
     parts = []
@@ -86,7 +87,7 @@ def _denoise(
         if sampling.guidance > 1 and not family.distilled:
             twice = x_t.repeat(2, 1, 1, 1)
             with_prompt, without = family.predict(model, twice, _all(timestep, twice), both).float().chunk(2)
-            predicted = without + sampling.guidance * (with_prompt - without)
+            predicted = family.guide(with_prompt, without, sampling.guidance)
         else:
             predicted = family.predict(model, x_t, _all(timestep, x_t), positive).float()
         x_t = cast(Tensor, scheduler.step(predicted, timestep, x_t).prev_sample)

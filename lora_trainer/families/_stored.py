@@ -154,9 +154,11 @@ def unpack_4bit(weights: Weights, key: str) -> Tensor:
     state = quant_state(weights, key)
     assert state is not None
     unpack = torch.ops.bitsandbytes.dequantize_4bit.default
-    size = int(state["blocksize"])
-    value: Tensor = unpack(weights.read(key), _absmax(weights, key), size, state["quant_type"], state["shape"], torch.float32)
-    return value
+    shape, size = torch.Size(state["shape"]), int(state["blocksize"])
+    # on the CPU it gets matrices wrong whose rows end inside a block
+    blocks = (shape.numel() // size, size) if shape.numel() % size == 0 else tuple(shape)
+    value: Tensor = unpack(weights.read(key), _absmax(weights, key), size, state["quant_type"], blocks, torch.float32)
+    return value.reshape(shape)
 
 
 def stored_formats(weights: Weights, keys: Iterable[str]) -> set[str]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SourceError, t
+from ..memory._host import compute_device
 from ._unet import text_body
 
 CHUNK = 75
@@ -95,7 +96,7 @@ def encode_captions(
     """Run a family's `encode_ids` on tokenised captions; CPU tensors without a batch dimension."""
     if not examples:
         return []
-    device = next(encoders.parameters()).device
+    device = compute_device(encoders)
     batch = {name: torch.stack([example[name] for example in examples]).to(device) for name in examples[0]}
     encoded = {name: value.cpu() for name, value in encode(encoders, batch).items()}
     return [{name: value[row].clone() for name, value in encoded.items()} for row in range(len(examples))]

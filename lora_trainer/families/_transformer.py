@@ -26,7 +26,7 @@ from ._diffusion import DiffusionFamily
 class TransformerFamily(DiffusionFamily):
     prediction_type = "flow"
     formats = ("diffusers", "kohya")
-    text_parts: ClassVar[tuple[str, ...]]
+    text_parts: tuple[str, ...]
     """Text encoders, by their diffusers names."""
     block_lists: ClassVar[Mapping[str, str]]
     """Name of a group -> the transformer's attribute that holds its blocks."""
@@ -35,7 +35,7 @@ class TransformerFamily(DiffusionFamily):
         self.source, self.settings, self.components = source, settings, networks.components
         self.schedule_config, self.notices = networks.scheduler, list(networks.notices)
         vae = self.components["vae"].config
-        self.scaling_factor, self.shift_factor = float(vae["scaling_factor"]), float(vae.get("shift_factor") or 0.0)
+        self.scaling_factor, self.shift_factor = float(vae.get("scaling_factor") or 1.0), float(vae.get("shift_factor") or 0.0)
         self._check_settings()
         self._check_widths()
 
@@ -76,7 +76,7 @@ class TransformerFamily(DiffusionFamily):
 
     @abstractmethod
     def encode_ids(self, model: nn.ModuleDict, batch: Batch) -> Batch:
-        """What `tokenize` made, stacked -> prompt embeds."""
+        """What `tokenize` made, stacked -> prompt embeds, and `_prompts.MASK` (B, L) where padding is not to be attended to."""
 
     def architecture(self) -> str:
         return json.dumps({name: part.config for name, part in self.components.items()}, sort_keys=True, default=str)
@@ -103,7 +103,8 @@ class TransformerFamily(DiffusionFamily):
         return self.components["vae"].load(device, self.vae_dtype(dtype))
 
     def encode_text(self, encoders: nn.ModuleDict, captions: Sequence[str]) -> list[Example]:
-        return _text.encode_captions(self.encode_ids, encoders, self.tokenize(captions))
+        encoded = _text.encode_captions(self.encode_ids, encoders, self.tokenize(captions))
+        return [_prompts.trim(example) for example in encoded]
 
     def encode_image(self, vae: nn.Module, pixels: Tensor, framings: Sequence[Framing]) -> list[Example]:
         encoded = _vae.encode(vae, pixels, self.scaling_factor, self.shift_factor)
@@ -114,6 +115,14 @@ class TransformerFamily(DiffusionFamily):
         return _prompts.collate(examples)
 
     # -- training
+
+    def with_prompts(self, model: nn.ModuleDict, batch: Batch) -> Batch:
+        """With prompt embeds, where the run encodes captions while it trains."""
+        if "prompt_embeds" in batch:
+            return batch
+        encoded = self.encode_ids(model, batch)
+        rows = [{name: value[row] for name, value in encoded.items()} for row in range(len(batch["latents"]))]
+        return {**batch, **_prompts.collate([_prompts.trim(row) for row in rows])}
 
     def load_model(
         self, device: torch.device, dtype: torch.dtype, *, with_text: bool = False, prepare: Prepare | None = None

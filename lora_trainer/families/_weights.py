@@ -35,13 +35,15 @@ HASH_CHUNK_BYTES = 1 << 22
 @dataclass(frozen=True)
 class Piece:
     """Where a parameter may lie: a key; of a fused tensor, which `third` or which `rows` (first, number); whether it is
-    stored transposed, or with its two halves of rows exchanged."""
+    stored transposed, with its two halves of rows exchanged, or with the rows of each of `pairs` heads that rotate together
+    side by side (llama.cpp) instead of half a head apart."""
 
     key: str
     third: int | None = None
     transposed: bool = False
     rows: tuple[int, int] | None = None
     swapped: bool = False
+    pairs: int = 0
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         number = self.span(stored[0])[1] if stored else 0
@@ -63,6 +65,8 @@ class Piece:
         return self.ordered(tensor.T if self.transposed else tensor)
 
     def ordered(self, rows: Tensor) -> Tensor:
+        if self.pairs:
+            return rows.unflatten(0, (self.pairs, -1, 2)).transpose(1, 2).reshape(rows.shape)
         return rows.roll(len(rows) // 2, 0) if self.swapped else rows
 
 
@@ -291,9 +295,11 @@ def find_pieces(component: Component, module: nn.Module) -> dict[str, Piece]:
 
 
 def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape without trailing ones: a 1x1 convolution and a linear layer hold the same matrix."""
+    """Shape without ones at its ends: a 1x1 convolution and a linear layer hold the same matrix; GGUF may drop the first."""
     while len(shape) > 1 and shape[-1] == 1:
         shape = shape[:-1]
+    while len(shape) > 1 and shape[0] == 1:
+        shape = shape[1:]
     return shape
 
 

@@ -22,14 +22,12 @@ from ..sources import Source
 from . import _architecture, _flux_names, _text, _tokenizers
 from ._base import Batch, Example
 from ._components import Networks
+from ._packing import PATCH, pack, positions, unpack
 from ._parts import CLIP_L, T5_XXL, VAE, Transformer, open_parts
 from ._refusal import refusal
 from ._transformer import TransformerFamily
 
 DEV_TOKENS, SCHNELL_TOKENS = 512, 256
-PATCH = 2
-RELEASED_WIDTH = 3072
-"""diffusers reads kohya files of this width only."""
 
 _BLOCK = r"transformer\.(?:single_)?transformer_blocks\.\d+"
 _ATTENTION = r"attn\.(?:to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
@@ -64,7 +62,7 @@ class Flux(TransformerFamily):
         config = self.components["transformer"].config
         self.width = int(config["attention_head_dim"]) * int(config["num_attention_heads"])
         self.kohya_slots = self._kohya_slot
-        self.kohya_as_released = self.width == RELEASED_WIDTH
+        self.kohya_as_released = self.width == _flux_names.RELEASED_WIDTH
         self.tokens = tokens or (DEV_TOKENS if self.guided else SCHNELL_TOKENS)
         self.token_limit = self.tokens - 1  # the end mark
         self.notices += [] if self.guided else [_schnell_notice()]
@@ -167,26 +165,6 @@ class Flux(TransformerFamily):
             "ss_guidance_scale": str(self.training_guidance),
             "ss_sd_model_name": self.source.title(),
         }
-
-
-def pack(latents: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B, H/2 · W/2, 4C)."""
-    batch, channels, height, width = latents.shape
-    cells = latents.view(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
-    return cells.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * PATCH**2)
-
-
-def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
-    """The inverse; `height` and `width` of the latents."""
-    cells = tokens.view(len(tokens), height // PATCH, width // PATCH, -1, PATCH, PATCH)
-    return cells.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), -1, height, width)
-
-
-def positions(rows: int, columns: int, device: torch.device) -> Tensor:
-    """(rows · columns, 3): nothing, row, column."""
-    row = torch.arange(rows, device=device, dtype=torch.float32)[:, None].expand(rows, columns)
-    column = torch.arange(columns, device=device, dtype=torch.float32)[None, :].expand(rows, columns)
-    return torch.stack([torch.zeros_like(row), row, column], -1).reshape(-1, 3)
 
 
 def _refuse_controls(networks: Networks, source: Source) -> None:

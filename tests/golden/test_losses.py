@@ -20,7 +20,7 @@ from helpers import bases
 
 FLOW = {"peso_niveis": "cosmap"}
 TRAINING: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("sd1", "sd2", "sdxl"), {"gama_min_snr": 5, "deslocamento_ruido": 0.05}),
+    **{name: {"gama_min_snr": 5, "deslocamento_ruido": 0.05} for name in ("sd1", "sd2", "sdxl")},
     **dict.fromkeys(bases.NAMES, FLOW),
     "flux": {**FLOW, "orientacao": 2},
 }

@@ -60,8 +60,11 @@ def random_modules(configs: dict[str, dict[str, Any]], seed: int = 0) -> dict[st
         "transformer": FluxTransformer2DModel.from_config, "text_encoder_2": build_t5, "vae": AutoencoderKL.from_config,
         "text_encoder": BUILDERS["text_encoder"],
     }  # fmt: skip
+    return randomised({name: build[name](config).eval() for name, config in configs.items()}, seed)
+
+
+def randomised(modules: dict[str, nn.Module], seed: int = 0) -> dict[str, nn.Module]:
     torch.manual_seed(seed)
-    modules = {name: build[name](config).eval() for name, config in configs.items()}
     for module in modules.values():
         for key, parameter in module.named_parameters():
             nn.init.normal_(parameter, mean=float("norm" in key and "linear" not in key), std=0.1)
@@ -77,7 +80,7 @@ def original_state(transformer: nn.Module) -> dict[str, Tensor]:
         layer, _, leaf = name.rpartition(".")
         place = flux_names.original(layer, WIDTH)
         assert place is not None
-        key = f"{place.name}.{'scale' if place.name.endswith('_norm') else leaf}"
+        key = f"{place.name}.{'scale' if flux_names.is_scale(place.name) else leaf}"
         if place.rows:
             fused.setdefault(key, {})[place.slot] = value
         else:

@@ -26,6 +26,7 @@ from lora_trainer.memory.gradient_checkpointing import GradientCheckpointing, re
 from lora_trainer.memory.mixed_precision import MixedPrecision
 from lora_trainer.memory.optimizer_8bit import Optimizer8bit
 from lora_trainer.memory.optimizer_in_backward import OptimizerInBackward
+from lora_trainer.memory.optimizer_offload import OptimizerOffload
 from lora_trainer.memory.quantize_4bit import Quantize4bit
 from lora_trainer.memory.quantize_8bit import Quantize8bit
 from lora_trainer.optimizers import param_groups
@@ -33,6 +34,7 @@ from lora_trainer.optimizers import param_groups
 CPU = torch.device("cpu")
 CHECKPOINTING, OFFLOAD = GradientCheckpointing(), ActivationOffload(min_bytes=1)
 STREAMING, HALF = BlockStreaming(), BlockStreaming(fraction=0.5)
+MOMENTS = OptimizerOffload()
 BF16 = MixedPrecision("bf16", "cpu")
 
 
@@ -83,7 +85,8 @@ LOSSLESS: dict[str, tuple[Technique, ...]] = {
     "streaming": (CHECKPOINTING, STREAMING),
     "half streamed": (CHECKPOINTING, HALF),
     "offload": (CHECKPOINTING, OFFLOAD),
-    "all": (CHECKPOINTING, STREAMING, OFFLOAD),
+    "moments away": (CHECKPOINTING, MOMENTS),
+    "all": (CHECKPOINTING, STREAMING, OFFLOAD, MOMENTS),
 }
 
 

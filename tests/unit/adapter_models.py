@@ -19,6 +19,8 @@ class TinyFamily:
     prefixes: dict[str, str]
     lora_targets = LORA_TARGETS
     text_targets = TEXT_TARGETS
+    formats = ("kohya", "diffusers")
+    title = "SD"
 
     def chosen_formats(self, asked: list[str]) -> tuple[str, ...]:
         return tuple("kohya" if name == "auto" else name for name in asked)
@@ -139,8 +141,11 @@ def trained(name: str, seed: int = 3, **settings: Any) -> tuple[nn.ModuleDict, A
 @torch.no_grad()
 def perturb(adapter: Adapter) -> None:
     random = torch.Generator().manual_seed(11)
+    starts = any(key.endswith("start_A") for key in adapter.named_tensors())
     for key, parameter in adapter.named_parameters().items():
-        if "lora_B" in key:
+        if starts:  # PiSSA: small beside what it starts from
+            parameter.add_(0.03 * torch.randn(parameter.shape, generator=random))
+        elif "lora_B" in key or key.endswith(("hada_w2_a", "lokr_w2", "lokr_w2_b")):
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=random))
         elif "magnitude" in key:
             parameter.mul_(1 + 0.1 * torch.rand(parameter.shape, generator=random))

@@ -15,6 +15,9 @@ CHOSEN: dict[str, Any] = {
     "base_model": "dono/modelo",
     "vae": "dono/vae",
     "lora_targets": "attention+mlp",
+    "adapter_kind": "lora",  # the others contradict DoRA
+    "lora_init": "default",  # likewise
+    "lora_rules": [{"target": r"attn2\.to_[qk]$", "rank": 32}, {"target": "ff", "alpha": 2.5, "rate": 1e-5}],
     "resolution": (512, 768),
     "bucket_step": 128,
     "background": "#00ff00",
@@ -88,7 +91,9 @@ def everything(tmp_path: Path) -> tuple[Path, dict[names.Key, Any]]:
     return path, values
 
 
-SAME_AS_DEFAULT = {("model", "family"), ("model", "train_text_encoder"), ("training", "debiased")}
+SAME_AS_DEFAULT = {("training", "debiased")} | {
+    ("model", name) for name in ("family", "train_text_encoder", "adapter_kind", "lora_init")
+}
 
 
 def test_d07_every_key_of_the_file_takes_effect(everything: tuple[Path, dict[names.Key, Any]]) -> None:

@@ -63,6 +63,30 @@ def test_it_is_saved_and_gone_on_with(optimizer):
     assert torch.equal(after.state[resumed][NAME], made.state[straight][NAME])
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_a_run_resumed_without_it_forgets_the_average(optimizer):
+    _, before = trained(0.9, 3, optimizer)
+    resumed, after = trained(0.0, 0, optimizer)
+    load_state(after, before.state_dict(), TrainingConfig(learning_rate=0.1, optimizer=optimizer))
+    path = run(resumed, after, range(3, 6))
+    with evaluation_weights(after):
+        assert torch.equal(resumed, path[-1])
+    assert not any(NAME in state for state in after.state.values())
+
+
+def test_a_run_resumed_with_it_starts_an_average():
+    stopped, before = trained(0.0, 3)
+    resumed, after = trained(0.9, 0)
+    load_state(after, before.state_dict(), TrainingConfig(ema=0.9, learning_rate=0.1))
+    with evaluation_weights(after):
+        assert torch.equal(resumed, torch.ones(8)), "none yet"
+    with torch.no_grad():
+        resumed.copy_(stopped)
+    first, second = run(resumed, after, range(3, 5))
+    with evaluation_weights(after):
+        assert torch.allclose(resumed, 0.25 * first + 0.75 * second)
+
+
 def test_without_steps_there_is_nothing_to_average():
     parameter, optimizer = trained(0.9, 0)
     with evaluation_weights(optimizer):

@@ -88,7 +88,7 @@ def test_variants_with_more_channels_are_refused(tmp_path: Path, channels: int, 
     [
         (["lora_unet_x.lora_down.weight"], "um LoRA"),
         (["encoder.conv_in.weight", "decoder.conv_in.weight"], "um VAE"),
-        (["joint_blocks.0.x_block.attn.qkv.weight"], "um Stable Diffusion 3"),
+        (["controlnet_cond_embedding.conv_in.weight"], "um ControlNet"),
         (["encoder.block.0.layer.0.SelfAttention.q.weight"], "T5"),
         (["model.diffusion_model.input_blocks.0.0.weight"], "só uma UNet"),
         (["a"], "não reconheço"),

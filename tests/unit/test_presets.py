@@ -7,22 +7,28 @@ from pathlib import Path
 import pytest
 from helpers.original_checkpoint import write_single_file
 
-from lora_trainer import cli
+from lora_trainer import cli, plugins
 from lora_trainer.config import effective, presets
 from lora_trainer.config.loading import Loaded, load
 from lora_trainer.errors import ErrorReport, SourceError
-from lora_trainer.memory.presets import SHAPES, Predicted, write_peaks
+from lora_trainer.families import family_class
+from lora_trainer.memory.presets import Predicted, write_peaks
 from lora_trainer.picker import preset_budget
 
 ROOT = Path(__file__).parents[2]
-FAMILIES = ("sd15", "sdxl", "flux", "causal_lm")
-IMAGES = ("sd15", "sdxl", "flux")
+FAMILIES = tuple(plugins.available("lora_trainer.families"))
+SHAPES = {name: sizes for name in FAMILIES if (sizes := family_class(name).sizes)}
+IMAGES = tuple(name for name in FAMILIES if name != "causal_lm")
 TRAINED = {
-    "sd15": (4, (512, 512), 2048), "sdxl": (4, (1024, 1024), 2048), "flux": (4, (512, 512), 2048),
-    "causal_lm": (16, (512, 512), 2048),
+    "sd15": (4, (512, 512), 2048), "sdxl": (4, (1024, 1024), 2048), "sd3": (4, (1024, 1024), 2048),
+    "flux": (4, (512, 512), 2048), "flux2": (4, (1024, 1024), 2048), "chroma": (4, (512, 512), 2048),
+    "z_image": (4, (1024, 1024), 2048), "qwen_image": (4, (1024, 1024), 2048), "causal_lm": (16, (512, 512), 2048),
 }  # fmt: skip
 """Effective batch, resolution, length."""
-BITS = {"flux": {"nf4", "int8"}}
+BITS = {
+    "flux": {"nf4", "int8"}, "chroma": {"nf4", "int8"}, "flux2": {"nf4", "int8", "no"}, "z_image": {"nf4", "int8", "no"},
+    "qwen_image": {"nf4"},
+}  # fmt: skip
 """Of the base, where 16 would not do."""
 OFFLOAD = ("memory", "activation_offload")
 
@@ -50,14 +56,21 @@ def problems(path: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
+def base_of(family: str) -> str:
+    """Where the base's size counts, one that is there."""
+    if family not in SHAPES:
+        return "dono/modelo"
+    place = "shapes" if family == "causal_lm" else "arch"
+    return str(ROOT / "lora_trainer/families" / place / next(iter(SHAPES[family].values())))
+
+
 # -- the shipped files
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", presets.names())
 def test_a_preset_is_a_config_by_itself(name: str, family: str, folder: Path) -> None:
-    base = "dono/modelo" if family in IMAGES else ROOT / "lora_trainer/families/shapes/llama-3.2-1b"
-    arguments = [f"modelo.modelo_base={base}", f"dados.diretorio_dados={folder}", f"modelo.familia={family}"]
+    arguments = [f"modelo.modelo_base={base_of(family)}", f"dados.diretorio_dados={folder}", f"modelo.familia={family}"]
     loaded = load(presets.path_of(name), arguments)
     assert loaded.notices == []
     assert (loaded.preset, loaded.family) == (name, family)
@@ -68,7 +81,7 @@ def test_a_preset_is_a_config_by_itself(name: str, family: str, folder: Path) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_presets_of_a_family_train_the_same_thing(family: str) -> None:
-    """Results stay comparable: same effective batch, resolution or length, rank and base (FLUX's in int8 from 24 GB on)."""
+    """Results stay comparable: same effective batch, resolution or length, rank and, but for large bases, bits."""
     seen, stored = set(), set()
     for name in presets.names():
         config = load(None, [f"modelo.familia={family}", f"memoria.preset={name}"], required=()).config
@@ -80,17 +93,18 @@ def test_all_presets_of_a_family_train_the_same_thing(family: str) -> None:
     assert stored == BITS.get(family, {"no"})
 
 
-@pytest.mark.parametrize("shape", SHAPES.values())
-def test_all_sizes_of_language_models_train_the_same_thing(shape: str) -> None:
+@pytest.mark.parametrize(("family", "shape"), [(family, shape) for family, s in SHAPES.items() for shape in s.values()])
+def test_all_sizes_of_a_family_train_the_same_thing(family: str, shape: str) -> None:
     """But for the base's bits: the larger the card, the more."""
     bits, batches = [], set()
     for name in presets.names():
         config = load(None, [f"modelo.arquitetura={shape}", f"memoria.preset={name}"], required=()).config
         batches.add(config.training.batch_size * config.training.gradient_accumulation_steps)
         bits.append(config.memory.base_quantization)
-    assert batches == {16}
-    assert bits == sorted(bits)  # nf4 before no
-    assert bits[0] == ("no" if shape in ("qwen3-1.7b", "qwen3-4b") else "nf4")
+    assert batches == {TRAINED[family][0]}
+    order = ("nf4", "int8", "no")
+    assert bits == sorted(bits, key=order.index)
+    assert bits[0] == ("no" if shape in ("qwen3-1.7b", "qwen3-4b", "sd3") else "nf4")
 
 
 @pytest.mark.parametrize("name", presets.names())
@@ -99,14 +113,15 @@ def test_every_family_has_its_section_and_its_peak_line(name: str) -> None:
     for family in FAMILIES:
         assert f"\n  {family}:" in text
     peaks = re.findall(r"# pico simulado: \d+\.\d\d GiB com o contexto CUDA; sobram \d", text)
-    assert len(peaks) == len(IMAGES) + len(re.findall(r"^      \d+b:", text, re.MULTILINE))
-    assert len(peaks) >= len(IMAGES) + len(SHAPES) - (name == "4gb")  # which holds no 32B of rank 16
+    plain, sized = len(FAMILIES) - len(SHAPES), sum(map(len, SHAPES.values()))
+    assert len(peaks) == plain + len(re.findall(r"^      \d+b:", text, re.MULTILINE))
+    assert len(peaks) >= plain + sized - (name == "4gb")  # which holds no 32B of rank 16
     assert f"{preset_budget(name) / 2**30:.1f} GiB" in text
 
 
 @pytest.mark.parametrize("family", IMAGES)
 def test_shipped_examples_load(family: str, folder: Path) -> None:
-    arguments = ["modelo.modelo_base=dono/modelo", f"dados.diretorio_dados={folder}", f"saida.diretorio={folder}/s"]
+    arguments = [f"modelo.modelo_base={base_of(family)}", f"dados.diretorio_dados={folder}", f"saida.diretorio={folder}/s"]
     loaded = load(ROOT / "configs" / f"{family}.yaml", [*arguments, f"modelo.familia={family}"])
     assert loaded.notices == []
     assert loaded.preset is None
@@ -120,7 +135,7 @@ def test_what_the_examples_comment_out_is_valid_too(family: str, folder: Path) -
     """Each commented option, switched on, is known and has a valid value (its path apart)."""
     lines = (ROOT / "configs" / f"{family}.yaml").read_text(encoding="utf-8").splitlines()
     switched = [line.replace("# ", "", 1) if line.startswith("  # ") else line for line in lines]
-    files = re.compile(r"vae:|validacao|codificador_texto(_2)?:|modelo_base: .*#.*bf16")
+    files = re.compile(r"vae:|validacao|codificador_texto(_\d)?:|lora_de_treino:|modelo_base: .*#.*bf16")
     text = "\n".join(line for line in switched if not files.search(line) or "treinar_" in line)
     path = write(folder, text)
     arguments = ["modelo.modelo_base=dono/modelo", f"dados.diretorio_dados={folder}", f"modelo.familia={family}"]
@@ -227,6 +242,20 @@ def test_sizes_of_a_family_go_by_the_bases_parameters(folder: Path) -> None:
     assert loaded.origins["treino.epocas"] == "meu.yaml:5"
     assert load(path, ["modelo.familia=causal_lm"], required=()).config.training.epochs == 2  # of no known size
     assert load(path, ["modelo.familia=causal_lm", "treino.epocas=9"], required=()).config.training.epochs == 9
+
+
+@pytest.mark.parametrize(("arch", "count"), [("flux2", 3.88), ("flux2_dev", 32.2), ("sd3", 2.24), ("sd3_large", 8.06)])
+def test_parameters_of_a_transformer_alone(arch: str, count: float) -> None:
+    assert presets.size_of(str(ROOT / "lora_trainer/families/arch" / arch)) == pytest.approx(count, rel=0.01)
+
+
+def test_what_encodes_for_a_transformer_does_not_count(tmp_path: Path) -> None:
+    from helpers.bases import written
+
+    for name, kind in (("flux", "all_in_one"), ("flux", "folder"), ("flux", "fp8"), ("flux", "gguf")):
+        options, modules = written(name, kind)
+        real = sum(p.numel() for p in modules["transformer"].parameters()) / 1e9
+        assert presets.size_of(options["base_model"]) == pytest.approx(real, rel=0.01), kind
 
 
 def test_parameters_are_counted_without_torch(folder: Path) -> None:

@@ -1,7 +1,6 @@
 """Rectified flow against diffusers: the path, the shift, the distributions of timesteps, the weights, the sampler."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3
 
 from lora_trainer.config.schema import TrainingConfig
 from lora_trainer.errors import ConfigError
-from lora_trainer.families._diffusion import NoisePrediction, make_objective
+from lora_trainer.families._diffusion import DiffusionFamily, NoisePrediction, make_objective
 from lora_trainer.families._rectified_flow import RectifiedFlow, Shift
 from lora_trainer.families._sampling import make_flow_scheduler
 
@@ -23,8 +22,17 @@ SD3 = {"num_train_timesteps": 1000, "shift": 3.0}
 SHAPE = torch.Size((16, 64, 96))
 
 
-def family(schedule: dict, prediction_type: str = "flow") -> SimpleNamespace:
-    return SimpleNamespace(schedule_config=schedule, prediction_type=prediction_type, patch=2, title="X")
+class Bare(DiffusionFamily):
+    title = "X"
+
+
+Bare.__abstractmethods__ = frozenset()
+
+
+def family(schedule: dict, prediction_type: str = "flow") -> DiffusionFamily:
+    made = Bare()
+    made.schedule_config, made.prediction_type = schedule, prediction_type
+    return made
 
 
 def draws(objective: RectifiedFlow, count: int = 4000, shape: torch.Size = SHAPE) -> torch.Tensor:
@@ -68,6 +76,10 @@ def test_distributions_have_the_stated_shape():
     assert middle > 1.3 * ((uniform > 0.4) & (uniform < 0.6)).float().mean()
     assert (mode >= 0).all()
     assert (mode <= 1).all()
+    reference = draws(RectifiedFlow(sampling="parabola"))
+    for low, high in ((0, 0.1), (0.1, 0.3), (0.3, 0.5), (0.5, 0.9), (0.9, 1)):
+        share = sum(2 - 7.7 * (low + (high - low) * (i + 0.5) / 100 - 0.5) ** 2 for i in range(100)) * (high - low) / 100
+        assert ((reference > low) & (reference <= high)).float().mean() == pytest.approx(share / (2 - 7.7 / 12), abs=0.02)
     squeezed = draws(RectifiedFlow(sampling="uniform", timestep_range=(200, 600)), 500)
     assert squeezed.min() >= 0.2
     assert squeezed.max() <= 0.6
@@ -100,12 +112,28 @@ def test_options_make_the_objective_and_foreign_ones_are_refused():
     assert make_objective(TrainingConfig(), family(DEV)).shift.fixed is None
     assert make_objective(TrainingConfig(), family(SD3)).shift.fixed == 3.0
     assert make_objective(TrainingConfig(timestep_shift=0), family(SD3)).shift.fixed is None
+    assert make_objective(TrainingConfig(timestep_sampling="parabola"), family(DEV)).sampling == "parabola"
     with pytest.raises(ConfigError, match="gama_min_snr"):
         make_objective(TrainingConfig(min_snr_gamma=5.0), family(DEV))
     noise = family({"beta_schedule": "scaled_linear"}, "epsilon")
     with pytest.raises(ConfigError, match="deslocamento_passo_ruido"):
         make_objective(TrainingConfig(timestep_shift=3.0), noise)
     assert isinstance(make_objective(TrainingConfig(), noise), NoisePrediction)
+
+
+def test_auto_is_the_familys_own():
+    """As Chroma's training script draws: a parabola, not shifted."""
+
+    class Other(Bare):
+        timestep_sampling, training_shift = "parabola", 1.0
+
+    other = Other()
+    other.schedule_config, other.prediction_type = DEV, "flow"
+    made = make_objective(TrainingConfig(), other)
+    assert (made.sampling, made.shift.fixed) == ("parabola", 1.0)
+    asked = make_objective(TrainingConfig(timestep_sampling="logit_normal", timestep_shift=2.0), other)
+    assert (asked.sampling, asked.shift.fixed) == ("logit_normal", 2.0)
+    assert make_objective(TrainingConfig(), family(DEV)).sampling == "logit_normal"
 
 
 def test_the_sampler_walks_the_pipelines_levels():

@@ -9,8 +9,9 @@ import lora_trainer
 from lora_trainer import plugins
 
 PACKAGE = Path(lora_trainer.__file__).parent
-NEUTRAL = ["run.py", "training.py", "loop.py", "setup.py", "planning.py", "modality.py", "adapters.py", "checkpoint.py"]
+NEUTRAL = ["run.py", "training.py", "loop.py", "setup.py", "planning.py", "modality.py", "checkpoint.py"]
 FILES = [PACKAGE / name for name in NEUTRAL] + sorted((PACKAGE / "memory").glob("*.py"))
+FILES += sorted((PACKAGE / "adapters").glob("*.py"))
 FAMILIES = plugins.available("lora_trainer.families")
 
 
