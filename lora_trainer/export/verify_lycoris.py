@@ -98,7 +98,7 @@ def _apply(model: nn.ModuleDict, family: "Family", path: Path, modules: Lycoris)
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, Changed(model.get_submodule(name), module))
     return t(
-        pt="releitura própria (o diffusers não lê este tipo)", en="our own reader (diffusers does not read this kind)"
+        pt="releitura própria (o diffusers não lê este arquivo)", en="our own reader (diffusers does not read this file)"
     )
 
 

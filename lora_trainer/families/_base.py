@@ -37,6 +37,8 @@ class BlockGroup:
 
     name: str
     blocks: list[nn.Module]
+    exact: bool = False
+    """Quantisers leave them alone: what few weights decide too much, such as modulations for all blocks."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ def make_scheduler(family: "DiffusionFamily", zero_terminal_snr: bool = False) -
 def make_flow_scheduler(family: "DiffusionFamily", steps: int, shape: torch.Size) -> FlowMatchEulerDiscreteScheduler:
     """As the families' pipelines set it: evenly spaced levels, shifted for latents of `shape` (…, H, W)."""
     known = {key: value for key, value in family.schedule_config.items() if not key.startswith("_")}
+    if steps == 1:
+        known.pop("shift_terminal", None)  # stretches what lies between the first level and the last, which are one: 0 / 0
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(known)
     mu = family.sampling_mu(steps, shape) if scheduler.config.use_dynamic_shifting else None
     last = 1 / steps if family.last_level is None else family.last_level

@@ -30,6 +30,9 @@ class TransformerFamily(DiffusionFamily):
     """Text encoders, by their diffusers names."""
     block_lists: ClassVar[Mapping[str, str]]
     """Name of a group -> the transformer's attribute that holds its blocks."""
+    before_blocks: ClassVar[tuple[str, ...]] = ()
+    """Large layers, or lists of them, that run once before all blocks: streamed as those are, never quantised."""
+    after_blocks: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, source: Source, settings: ModelConfig, networks: Networks) -> None:
         self.source, self.settings, self.components = source, settings, networks.components
@@ -132,7 +135,9 @@ class TransformerFamily(DiffusionFamily):
 
     def blocks(self, model: nn.ModuleDict) -> list[BlockGroup]:
         transformer: Any = model["transformer"]
-        return [BlockGroup(name, list(getattr(transformer, path))) for name, path in self.block_lists.items()]
+        groups = [BlockGroup(name, list(getattr(transformer, path))) for name, path in self.block_lists.items()]
+        before, after = (_layers(transformer, paths) for paths in (self.before_blocks, self.after_blocks))
+        return [BlockGroup("before", before, exact=True), *groups, BlockGroup("after", after, exact=True)]
 
     def latents_shape(self, batch_size: int, size: tuple[int, int]) -> tuple[int, int, int, int]:
         """(B, C, H, W) of pictures of `size` (width, height) pixels."""
@@ -152,3 +157,8 @@ class TransformerFamily(DiffusionFamily):
 
     def export_prefixes(self) -> dict[str, str]:
         return {"transformer": "lora_unet"}
+
+
+def _layers(transformer: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
+    found = (transformer.get_submodule(path) for path in paths)
+    return [layer for one in found for layer in (one if isinstance(one, nn.ModuleList) else [one])]

@@ -51,7 +51,8 @@ class Chroma(TransformerFamily):
     training_shift = 1.0
     text_parts = ("text_encoder",)
     block_lists: ClassVar = {"double": "transformer_blocks", "single": "single_transformer_blocks"}
-    """Without the network of the modulations, which its users leave in 16 bits too."""
+    before_blocks = ("distilled_guidance_layer.layers",)
+    """The network of all modulations, which its users leave in 16 bits too."""
     lora_targets: ClassVar[dict[str, str]] = {
         "auto": rf"{_BLOCK}\.(?:{_ATTENTION})",
         "attention": rf"{_BLOCK}\.(?:{_ATTENTION})",

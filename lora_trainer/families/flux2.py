@@ -47,6 +47,10 @@ class Flux2(TransformerFamily):
     sizes: ClassVar = {5.0: "flux2", 10.0: "flux2_klein_9b", 40.0: "flux2_dev"}
     text_parts = ("text_encoder",)
     block_lists: ClassVar = {"double": "transformer_blocks", "single": "single_transformer_blocks"}
+    before_blocks = (
+        "double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation", "context_embedder",
+    )  # fmt: skip
+    after_blocks = ("norm_out",)
     lora_targets: ClassVar[dict[str, str]] = {
         "auto": _ATTENTION,
         "attention": _ATTENTION,

@@ -238,7 +238,7 @@ def packed_weights(model: nn.Module) -> dict[str, int]:
 
 def _layers(groups: Sequence[BlockGroup]) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     for group in groups:
-        for block in group.blocks:
+        for block in () if group.exact else group.blocks:
             for parent in block.modules():
                 for name, child in list(parent.named_children()):
                     if isinstance(child, (nn.Linear, nn.Conv2d)):

@@ -26,11 +26,11 @@ def made(tmp_path, name, kind, **sections):
 @pytest.mark.parametrize(("name", "kind"), [("sd1", "loha"), ("flux", "lokr"), ("sd1", "pissa"), ("flux", "rules")])
 def test_resume_is_bit_equal_and_the_file_is_proved(tmp_path, capsys, name, kind):
     dropout = {} if kind == "pissa" else {"dropout_lora": 0.1}
-    config = made(tmp_path, name, kind, modelo=dropout, treino={"media_movel": 0.9, "checkpoint_gradiente": "sim"})
+    config = made(tmp_path, name, kind, modelo=dropout, treino={"media_movel": 0.9, "epocas": 2})
     assert run(config, "saida.nome=reto") == 0
     out = " ".join(capsys.readouterr().out.split())
     assert ("releitura própria" in out) == (kind in ("loha", "lokr"))
-    assert run(config, "treino.passos_maximos=3") == 0
+    assert run(config, "treino.passos_maximos=2") == 0
     assert run(config, "--retomar") == 0
     resumed, straight = (load_file(tmp_path / "saida" / n / f"{n}.safetensors") for n in ("lora", "reto"))
     assert resumed.keys() == straight.keys()
@@ -69,11 +69,10 @@ def test_the_pissa_file_is_gone_on_from_as_a_lora_of_twice_the_rank(tmp_path):
     assert run(config, *words, "modelo.inicializacao_lora=padrao") == 0
 
 
-@pytest.mark.parametrize("kind", ["lokr", "pissa"])
-def test_low_vram_options_run(tmp_path, kind):
+def test_low_vram_options_run(tmp_path):
     draw_images(tmp_path / "fotos")
     config = made(
-        tmp_path, "flux", kind, treino={"checkpoint_gradiente": "sim", "passos_maximos": 2},
+        tmp_path, "flux", "pissa", treino={"checkpoint_gradiente": "sim", "passos_maximos": 2},
         memoria={"quantizacao_base": "nf4", "streaming_blocos": 1.0, "descarga_ativacoes": "sim", "streaming_texto": "sim"},
     )  # fmt: skip
     assert run(config) == 0

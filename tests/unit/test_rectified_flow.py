@@ -141,3 +141,8 @@ def test_the_sampler_walks_the_pipelines_levels():
     mu = calculate_shift(1024)
     t = torch.linspace(1, 0.25, 4)
     assert torch.allclose(scheduler.sigmas[:4], math.exp(mu) / (math.exp(mu) + (1 / t - 1)))
+
+
+def test_one_step_with_a_stretched_end_is_a_number():
+    scheduler = make_flow_scheduler(family({**DEV, "shift_terminal": 0.02}), 1, torch.Size((1, 16, 64, 64)))
+    assert scheduler.sigmas.tolist() == [1.0, 0.0]
