@@ -1,13 +1,14 @@
 """What families with a diffusion transformer share: rectified flow, one `transformer`, text encoders and VAE as they lie.
 
-A family adds how captions become prompt embeds (`tokenize`, `encode_ids`), what the transformer is called with (`predict`)
-and the shapes of a batch. Latents are those of its VAE; packing into tokens is the family's.
+A family adds how captions become prompt embeds (`tokenize`, `encode_ids`) and what the transformer is called with
+(`predict`). Latents are those of its VAE; packing into tokens is the family's.
 """
 
 import hashlib
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -16,16 +17,26 @@ from torch import Tensor, nn
 from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import ConfigError, SourceError, t
+from ..kinds import Kind
 from ..sources import Source
-from . import _prompts, _text, _vae, _weights
+from . import _architecture, _prompts, _text, _vae, _weights
 from ._base import Batch, BlockGroup, Example, Framing, Prepare
 from ._components import Networks
 from ._diffusion import DiffusionFamily
+from ._refusal import refusal
 
 
 class TransformerFamily(DiffusionFamily):
     prediction_type = "flow"
     formats = ("diffusers", "kohya")
+    kind: ClassVar[Kind]
+    """Of the bases that are the family's."""
+    masked: ClassVar[bool] = False
+    """Whether prompts of differing length get a mask."""
+    text_width: ClassVar[str] = "joint_attention_dim"
+    """The transformer's config entry for the width of prompt embeds."""
+    tokens: int
+    """Of the longest prompt."""
     text_parts: tuple[str, ...]
     """Text encoders, by their diffusers names."""
     block_lists: ClassVar[Mapping[str, str]]
@@ -41,6 +52,19 @@ class TransformerFamily(DiffusionFamily):
         self.scaling_factor, self.shift_factor = float(vae.get("scaling_factor") or 1.0), float(vae.get("shift_factor") or 0.0)
         self._check_settings()
         self._check_widths()
+
+    @classmethod
+    def recognise(cls, source: Source) -> float:
+        return 1.0 if source.looks_like() is cls.kind else 0.0
+
+    @classmethod
+    def refuse_others(cls, source: Source) -> None:
+        if source.looks_like() is not cls.kind:
+            raise refusal(source)
+
+    @classmethod
+    def shipped_architecture(cls) -> Path:
+        return _architecture.ARCH / cls.name
 
     def _check_settings(self) -> None:
         for option, usual in (("train_text_encoder", False), ("prediction_type", "auto"), ("clip_skip", 1)):
@@ -138,6 +162,22 @@ class TransformerFamily(DiffusionFamily):
         groups = [BlockGroup(name, list(getattr(transformer, path))) for name, path in self.block_lists.items()]
         before, after = (_layers(transformer, paths) for paths in (self.before_blocks, self.after_blocks))
         return [BlockGroup("before", before, exact=True), *groups, BlockGroup("after", after, exact=True)]
+
+    def example_batch(self, batch_size: int, size: tuple[int, int]) -> Batch:
+        """Of the longest captions; a masked one beside another has its mask."""
+        length, width = self.longest(), int(self.components["transformer"].config[self.text_width])
+        mask = {_prompts.MASK: torch.ones(batch_size, length, dtype=torch.bool)} if self.masked and batch_size > 1 else {}
+        return {
+            "latents": torch.zeros(self.latents_shape(batch_size, size)),
+            "seeds": torch.zeros(batch_size, dtype=torch.int64),
+            "weight": torch.ones(batch_size),
+            "prompt_embeds": torch.zeros(batch_size, length, width),
+            **mask,
+        }
+
+    def longest(self) -> int:
+        """Tokens of the longest prompt, as the transformer is given it."""
+        return self.tokens
 
     def latents_shape(self, batch_size: int, size: tuple[int, int]) -> tuple[int, int, int, int]:
         """(B, C, H, W) of pictures of `size` (width, height) pixels."""

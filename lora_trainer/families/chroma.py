@@ -9,7 +9,6 @@ that one adds 1 to the scores of real tokens instead of hiding the others (diffu
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -21,13 +20,12 @@ from ..config.schema import ModelConfig
 from ..export.fused import Slot
 from ..kinds import Kind
 from ..sources import Source
-from . import _architecture, _flux_names, _tokenizers
+from . import _flux_names, _tokenizers
 from ._base import Batch, Example
 from ._components import Networks
 from ._packing import PATCH, pack, positions, unpack
 from ._parts import T5_XXL, VAE, Transformer, open_parts
 from ._prompts import MASK
-from ._refusal import refusal
 from ._transformer import TransformerFamily
 
 TOKENS = 512
@@ -42,6 +40,8 @@ _MLP = r"ff(?:_context)?\.net\.(?:0\.proj|2)|proj_mlp|proj_out"
 class Chroma(TransformerFamily):
     name = "chroma"
     title = "Chroma"
+    kind = Kind.CHROMA
+    masked = True
     side_multiple = 16
     usual_guidance = 5.0
     caption_tokens = (128, 256, 512)
@@ -69,17 +69,8 @@ class Chroma(TransformerFamily):
         self.kohya_slots, self.kohya_as_released = self._kohya_slot, self.width == _flux_names.RELEASED_WIDTH
 
     @classmethod
-    def recognise(cls, source: Source) -> float:
-        return 1.0 if source.looks_like() is Kind.CHROMA else 0.0
-
-    @classmethod
-    def shipped_architecture(cls) -> Path:
-        return _architecture.ARCH / "chroma"
-
-    @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "Chroma":
-        if source.looks_like() is not Kind.CHROMA:
-            raise refusal(source)
+        cls.refuse_others(source)
         slots = (replace(T5_XXL, part="text_encoder"), VAE)
         networks = open_parts(source, settings, "chroma", Transformer(build, _flux_names.derive), slots)
         t5 = _tokenizers.find_t5_tokenizer(source, settings.tokenizer, "tokenizer")
@@ -132,18 +123,6 @@ class Chroma(TransformerFamily):
             attention_mask=None if mask is None else torch.cat([mask, mask.new_ones(tokens.shape[:2])], 1),
         ).sample
         return unpack(predicted, height, width)
-
-    def example_batch(self, batch_size: int, size: tuple[int, int]) -> Batch:
-        """Of the longest captions; beside another, each has its mask."""
-        width = int(self.components["transformer"].config["joint_attention_dim"])
-        mask = {MASK: torch.ones(batch_size, self.tokens, dtype=torch.bool)} if batch_size > 1 else {}
-        return {
-            "latents": torch.zeros(self.latents_shape(batch_size, size)),
-            "seeds": torch.zeros(batch_size, dtype=torch.int64),
-            "weight": torch.ones(batch_size),
-            "prompt_embeds": torch.zeros(batch_size, self.tokens, width),
-            **mask,
-        }
 
     # -- output
 

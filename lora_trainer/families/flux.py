@@ -7,7 +7,6 @@ does it.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -24,7 +23,6 @@ from ._base import Batch, Example
 from ._components import Networks
 from ._packing import PATCH, pack, positions, unpack
 from ._parts import CLIP_L, T5_XXL, VAE, Transformer, open_parts
-from ._refusal import refusal
 from ._transformer import TransformerFamily
 
 DEV_TOKENS, SCHNELL_TOKENS = 512, 256
@@ -38,6 +36,7 @@ _MODULATION = r"norm1?(?:_context)?\.linear"
 class Flux(TransformerFamily):
     name = "flux"
     title = "FLUX.1"
+    kind = Kind.FLUX
     side_multiple = 16
     usual_guidance = 3.5
     caption_tokens = (128, 256, 512)
@@ -68,17 +67,8 @@ class Flux(TransformerFamily):
         self.notices += [] if self.guided else [_schnell_notice()]
 
     @classmethod
-    def recognise(cls, source: Source) -> float:
-        return 1.0 if source.looks_like() is Kind.FLUX else 0.0
-
-    @classmethod
-    def shipped_architecture(cls) -> Path:
-        return _architecture.ARCH / "flux"
-
-    @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "Flux":
-        if source.looks_like() is not Kind.FLUX:
-            raise refusal(source)
+        cls.refuse_others(source)
         transformer = Transformer(FluxTransformer2DModel.from_config, _flux_names.derive)
         networks = open_parts(source, settings, "flux", transformer, (CLIP_L, T5_XXL, VAE))
         _refuse_controls(networks, source)
@@ -139,14 +129,8 @@ class Flux(TransformerFamily):
         return unpack(predicted, height, width)
 
     def example_batch(self, batch_size: int, size: tuple[int, int]) -> Batch:
-        transformer = self.components["transformer"].config
-        return {
-            "latents": torch.zeros(self.latents_shape(batch_size, size)),
-            "seeds": torch.zeros(batch_size, dtype=torch.int64),
-            "weight": torch.ones(batch_size),
-            "prompt_embeds": torch.zeros(batch_size, self.tokens, int(transformer["joint_attention_dim"])),
-            "pooled_embeds": torch.zeros(batch_size, int(transformer["pooled_projection_dim"])),
-        }
+        width = int(self.components["transformer"].config["pooled_projection_dim"])
+        return {**super().example_batch(batch_size, size), "pooled_embeds": torch.zeros(batch_size, width)}
 
     # -- output
 

@@ -8,7 +8,6 @@ shifted by the scheduler's line when training, as the model was, and further whe
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -18,12 +17,11 @@ from ..config.schema import ModelConfig
 from ..export.fused import Slot
 from ..kinds import Kind
 from ..sources import Source
-from . import _architecture, _flux2_names, _flux2_vae, _llm_text, _tokenizers
+from . import _flux2_names, _flux2_vae, _llm_text, _tokenizers
 from . import _flux2_releases as releases
 from ._base import Batch, Example, Framing
 from ._components import Networks
 from ._parts import Transformer, open_parts
-from ._refusal import refusal
 from ._transformer import TransformerFamily
 
 TOKENS = 512
@@ -39,6 +37,7 @@ _MLP = rf"{_DOUBLE}\.ff(?:_context)?\.linear_(?:in|out)"
 class Flux2(TransformerFamily):
     name = "flux2"
     title = "FLUX.2"
+    kind = Kind.FLUX2
     side_multiple = 16
     usual_guidance = 4.0
     caption_tokens = (128, 256, 512)
@@ -77,17 +76,8 @@ class Flux2(TransformerFamily):
             self.notices.append(notice)
 
     @classmethod
-    def recognise(cls, source: Source) -> float:
-        return 1.0 if source.looks_like() is Kind.FLUX2 else 0.0
-
-    @classmethod
-    def shipped_architecture(cls) -> Path:
-        return _architecture.ARCH / releases.KLEIN_4B.arch
-
-    @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "Flux2":
-        if source.looks_like() is not Kind.FLUX2:
-            raise refusal(source)
+        cls.refuse_others(source)
         release = releases.find_release(source, settings)
         encoder = _llm_text.language_slot("text_encoder", release.model, release.encoder, release.layers, (release.prefix,))
         transformer = Transformer(_build, _flux2_names.derive)
@@ -164,15 +154,6 @@ class Flux2(TransformerFamily):
 
     def sampling_mu(self, steps: int, shape: torch.Size) -> float:
         return empirical_mu(shape[-2] * shape[-1], steps)
-
-    def example_batch(self, batch_size: int, size: tuple[int, int]) -> Batch:
-        width = int(self.components["transformer"].config["joint_attention_dim"])
-        return {
-            "latents": torch.zeros(self.latents_shape(batch_size, size)),
-            "seeds": torch.zeros(batch_size, dtype=torch.int64),
-            "weight": torch.ones(batch_size),
-            "prompt_embeds": torch.zeros(batch_size, self.tokens, width),
-        }
 
     # -- output
 

@@ -6,7 +6,6 @@ and masked. Previews with guidance keep the length of the answer with the prompt
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -17,7 +16,7 @@ from ..errors import SourceError, t
 from ..export.fused import Slot
 from ..kinds import Kind
 from ..sources import Source
-from . import _architecture, _llm_text, _qwen_vae, _tokenizers
+from . import _llm_text, _qwen_vae, _tokenizers
 from ._base import Batch, Example, Framing, Prepare
 from ._components import Networks
 from ._llm_tokenizers import QWEN2_PLACES, find_llm_tokenizer
@@ -26,7 +25,6 @@ from ._parts import Config, Transformer, open_parts
 from ._prompts import MASK
 from ._qwen_range import keep_in_range
 from ._qwen_transformer import PATCH, build, derive
-from ._refusal import refusal
 from ._transformer import TransformerFamily
 
 TOKENS = 512
@@ -52,6 +50,8 @@ _MODULATION = r"(?:img|txt)_mod\.1"
 class QwenImage(TransformerFamily):
     name = "qwen_image"
     title = "Qwen-Image"
+    kind = Kind.QWEN_IMAGE
+    masked = True
     side_multiple = 16
     usual_guidance = 4.0
     caption_tokens = (128, 256, 512, 1024)
@@ -73,17 +73,8 @@ class QwenImage(TransformerFamily):
         self.kohya_slots = _kohya_slot
 
     @classmethod
-    def recognise(cls, source: Source) -> float:
-        return 1.0 if source.looks_like() is Kind.QWEN_IMAGE else 0.0
-
-    @classmethod
-    def shipped_architecture(cls) -> Path:
-        return _architecture.ARCH / "qwen_image"
-
-    @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "QwenImage":
-        if source.looks_like() is not Kind.QWEN_IMAGE:
-            raise refusal(source)
+        cls.refuse_others(source)
         networks = open_parts(source, settings, "qwen_image", Transformer(build, derive), (QWEN2_5_VL, _qwen_vae.QWEN_VAE))
         _refuse_variants(networks.components["transformer"].config, source)
         tokenizer = find_llm_tokenizer(source, settings.tokenizer, "tokenizer", QWEN2_PLACES, "Qwen2.5")
@@ -157,18 +148,6 @@ class QwenImage(TransformerFamily):
         guided, length = super().guide(with_prompt, without, scale), pack(with_prompt).norm(dim=-1, keepdim=True)
         tokens = pack(guided)
         return unpack(tokens * (length / tokens.norm(dim=-1, keepdim=True)), *with_prompt.shape[-2:])
-
-    def example_batch(self, batch_size: int, size: tuple[int, int]) -> Batch:
-        """Of the longest captions; beside another, each has its mask."""
-        width = int(self.components["transformer"].config["joint_attention_dim"])
-        mask = {MASK: torch.ones(batch_size, self.tokens, dtype=torch.bool)} if batch_size > 1 else {}
-        return {
-            "latents": torch.zeros(self.latents_shape(batch_size, size)),
-            "seeds": torch.zeros(batch_size, dtype=torch.int64),
-            "weight": torch.ones(batch_size),
-            "prompt_embeds": torch.zeros(batch_size, self.tokens, width),
-            **mask,
-        }
 
     # -- output
 

@@ -7,7 +7,6 @@ the text encoders, skip-layer guidance.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -24,7 +23,6 @@ from . import _architecture, _sd3_names, _text, _tokenizers
 from ._base import Batch, Example
 from ._components import Networks
 from ._parts import Transformer, open_parts
-from ._refusal import refusal
 from ._sd3_parts import SLOTS, build, refuse_flux_vae
 from ._transformer import TransformerFamily
 
@@ -40,6 +38,7 @@ _MODULATION = r"norm1(?:_context)?\.linear"
 class SD3(TransformerFamily):
     name = "sd3"
     title = "Stable Diffusion 3"
+    kind = Kind.SD3
     side_multiple = 16
     usual_guidance = 4.5
     caption_tokens = (128, 256, 512)
@@ -69,17 +68,8 @@ class SD3(TransformerFamily):
         self.notices += [] if t5 is not None else [_without_t5()]
 
     @classmethod
-    def recognise(cls, source: Source) -> float:
-        return 1.0 if source.looks_like() is Kind.SD3 else 0.0
-
-    @classmethod
-    def shipped_architecture(cls) -> Path:
-        return _architecture.ARCH / "sd3"
-
-    @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "SD3":
-        if source.looks_like() is not Kind.SD3:
-            raise refusal(source)
+        cls.refuse_others(source)
         networks = open_parts(source, settings, "sd3", Transformer(build, _sd3_names.derive), SLOTS)
         refuse_flux_vae(networks)
         clips = []
@@ -159,14 +149,11 @@ class SD3(TransformerFamily):
 
     def example_batch(self, batch_size: int, size: tuple[int, int]) -> Batch:
         self._check_size(size)
-        tokens = _text.CHUNK + 2 + (self.tokens if self.t5 is not None else 0)
-        return {
-            "latents": torch.zeros(self.latents_shape(batch_size, size)),
-            "seeds": torch.zeros(batch_size, dtype=torch.int64),
-            "weight": torch.ones(batch_size),
-            "prompt_embeds": torch.zeros(batch_size, tokens, int(self.transformer["joint_attention_dim"])),
-            "pooled_embeds": torch.zeros(batch_size, int(self.transformer["pooled_projection_dim"])),
-        }
+        pooled = torch.zeros(batch_size, int(self.transformer["pooled_projection_dim"]))
+        return {**super().example_batch(batch_size, size), "pooled_embeds": pooled}
+
+    def longest(self) -> int:
+        return _text.CHUNK + 2 + (self.tokens if self.t5 is not None else 0)
 
     def _check_size(self, size: tuple[int, int]) -> None:
         most = int(self.transformer["pos_embed_max_size"]) * self.side_multiple

@@ -9,7 +9,6 @@ training as the authors drew them (arXiv 2511.22699, section 4.3): logit-normal,
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -21,13 +20,12 @@ from ..export.fused import Slot
 from ..kinds import Kind
 from ..memory._host import is_fake
 from ..sources import Source
-from . import _architecture, _llm_text, _llm_tokenizers, _tokenizers
+from . import _llm_text, _llm_tokenizers, _tokenizers
 from . import _z_image_names as names
 from ._base import Batch, Example, Prepare
 from ._components import Networks
 from ._parts import VAE, Transformer, open_parts
 from ._prompts import MASK
-from ._refusal import refusal
 from ._transformer import TransformerFamily
 from ._z_image_range import keep_in_range
 from ._z_image_variant import TURBO_STEPS, omni_refusal, turbo_notice, variant_of
@@ -49,6 +47,9 @@ _MODULATION = r"adaLN_modulation\.0"
 class ZImage(TransformerFamily):
     name = "z_image"
     title = "Z-Image"
+    kind = Kind.Z_IMAGE
+    masked = True
+    text_width = "cap_feat_dim"
     side_multiple = 16
     usual_guidance = 5.0
     caption_tokens = (128, 256, 512)
@@ -79,17 +80,8 @@ class ZImage(TransformerFamily):
         self.notices += [variant.notice] if variant.notice else []
 
     @classmethod
-    def recognise(cls, source: Source) -> float:
-        return 1.0 if source.looks_like() is Kind.Z_IMAGE else 0.0
-
-    @classmethod
-    def shipped_architecture(cls) -> Path:
-        return _architecture.ARCH / "z_image"
-
-    @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "ZImage":
-        if source.looks_like() is not Kind.Z_IMAGE:
-            raise refusal(source)
+        cls.refuse_others(source)
         transformer = Transformer(build, names.derive)
         networks = open_parts(source, settings, "z_image", transformer, (QWEN3, VAE))
         if networks.components["transformer"].config.get("siglip_feat_dim"):
@@ -139,18 +131,6 @@ class ZImage(TransformerFamily):
         pictures = list(x_t.to(dtype)[:, :, None].unbind())  # each (C, frames, H, W)
         answers = transformer(pictures, (1000 - timesteps) / 1000, captions(batch, dtype), return_dict=False)[0]
         return -torch.stack(answers).squeeze(2)
-
-    def example_batch(self, batch_size: int, size: tuple[int, int]) -> Batch:
-        """Of the longest captions; beside another, each has its mask."""
-        width = int(self.components["transformer"].config["cap_feat_dim"])
-        mask = {MASK: torch.ones(batch_size, self.tokens, dtype=torch.bool)} if batch_size > 1 else {}
-        return {
-            "latents": torch.zeros(self.latents_shape(batch_size, size)),
-            "seeds": torch.zeros(batch_size, dtype=torch.int64),
-            "weight": torch.ones(batch_size),
-            "prompt_embeds": torch.zeros(batch_size, self.tokens, width),
-            **mask,
-        }
 
     # -- output
 
