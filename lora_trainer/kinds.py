@@ -37,6 +37,7 @@ class Kind(Enum):
     EMBEDDING = "embedding"
     VAE = "vae"
     VAE_QWEN = "vae_qwen"
+    VAE_QWEN_21 = "vae_qwen_21"
     CLIP = "clip"
     CLIP_G = "clip_g"
     T5 = "t5"
@@ -75,6 +76,7 @@ _TITLES: dict[Kind, tuple[str, str]] = {
     Kind.EMBEDDING: ("um embedding (textual inversion)", "a textual inversion embedding"),
     Kind.VAE: ("um VAE", "a VAE"),
     Kind.VAE_QWEN: ("um VAE do Qwen-Image ou do Wan", "a VAE of Qwen-Image or Wan"),
+    Kind.VAE_QWEN_21: ("um VAE do Qwen-Image 2.1 ou do Wan 2.2", "a VAE of Qwen-Image 2.1 or Wan 2.2"),
     Kind.CLIP: ("um codificador de texto CLIP", "a CLIP text encoder"),
     Kind.CLIP_G: ("um codificador de texto CLIP-G", "a CLIP-G text encoder"),
     Kind.T5: ("um codificador de texto T5", "a T5 text encoder"),
@@ -211,6 +213,7 @@ _LATE: tuple[tuple[Kind, Test], ...] = (
     (Kind.DIT, _has("transformer_blocks.0.attn", "blocks.0.self_attn.", "blocks.0.cross_attn.", "noise_refiner.0.",
                     "double_layers.0.", "caption_projection.", "x_embedder.", "patch_embed.")),
     (Kind.UNET, _has("down_blocks.0.resnets.0.time_emb_proj.")),
+    (Kind.VAE_QWEN_21, _has("encoder.downsamples.0.downsamples.0.", "encoder.down_blocks.0.resnets.0.norm1.gamma")),
     (Kind.VAE_QWEN, _has("encoder.downsamples.0.residual.0.gamma", "encoder.mid_block.resnets.0.norm1.gamma")),
     (Kind.VAE, lambda names, _: _has("decoder.conv_in.weight")(names, {}) and _has("encoder.conv_in.weight")(names,
     {})), (Kind.T5, _has("encoder.block.0.layer.0.SelfAttention.")), (Kind.CLIP_G, _deep_clip), (Kind.CLIP, _CLIP),
@@ -250,13 +253,14 @@ def _classify_unet(unet: Part, names: set[str]) -> Kind:
     return Kind.SD1 if inside("cond_stage_model.transformer.") else Kind.UNET
 
 
-VISION_LANGUAGE_TYPES = ("qwen2_5_vl", "mistral3")
+VISION_LANGUAGE_TYPES = ("qwen2_5_vl", "qwen3_vl", "mistral3")
 _TRANSFORMERS = {
     "Flux2": Kind.FLUX2, "Flux": Kind.FLUX, "Chroma": Kind.CHROMA, "SD3": Kind.SD3, "StableDiffusion3": Kind.SD3,
     "ZImage": Kind.Z_IMAGE, "Lumina2": Kind.LUMINA2,
     "QwenImage21": Kind.QWEN_IMAGE_21, "QwenImage": Kind.QWEN_IMAGE,
 }  # fmt: skip
 """Part of the names of diffusers' classes -> what they are."""
+_QWEN_VAES = {"AutoencoderKLQwenImage": Kind.VAE_QWEN, "AutoencoderKLQwenImage21": Kind.VAE_QWEN_21}
 
 
 def classify_folder(config: Callable[[str], Mapping[str, Any] | None]) -> Kind:
@@ -269,8 +273,9 @@ def classify_folder(config: Callable[[str], Mapping[str, Any] | None]) -> Kind:
     if transformer := config("transformer") or alone:
         name = f"{pipeline} {transformer.get('_class_name', '')}"
         return next((kind for word, kind in _TRANSFORMERS.items() if word in name), Kind.DIT)
-    if "AutoencoderKLQwenImage" in (root.get("_class_name"), (config("vae") or {}).get("_class_name")) and not pipeline:
-        return Kind.VAE_QWEN
+    vae_class = root.get("_class_name") or (config("vae") or {}).get("_class_name")
+    if vae_class in _QWEN_VAES and not pipeline:
+        return _QWEN_VAES[vae_class]
     if root.get("_class_name") in ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderTiny") or (config("vae") and not pipeline):
         return Kind.VAE
     if root.get("_class_name") == "UNet2DConditionModel":

@@ -100,8 +100,8 @@ def _line(checked: Verification, step: int, total: int) -> str:
 
 def _no_effect(step: int) -> str:
     return t(
-        pt=f"no passo {step} o LoRA ainda é nulo (todas as matrizes B são zero): o arquivo não muda nada em nenhum "
+        pt=f"no passo {step} o LoRA ainda é nulo (não soma nada a nenhum peso): o arquivo não muda nada em nenhum "
         "programa; confira treino.taxa_aprendizado, treino.aquecimento e se a perda é maior que zero",
-        en=f"at step {step} the LoRA is still null (every B matrix is zero): the file changes nothing in any program; "
+        en=f"at step {step} the LoRA is still null (it adds nothing to any weight): the file changes nothing in any program; "
         "check training.learning_rate, training.lr_warmup and that the loss is above zero",
     )

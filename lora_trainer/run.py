@@ -128,7 +128,8 @@ class Run:
         for notice in self.family.notices:
             self.terminal.warn(notice)
         formats = self.family.chosen_formats(self.config.output.formats)
-        adapters.check_targets(self.family, self.config.model, formats)
+        for notice in adapters.check_targets(self.family, self.config.model, formats):
+            self.terminal.warn(notice)
         for notice in training_lora.check(self.family, self.config.model):
             self.terminal.say(notice)
 

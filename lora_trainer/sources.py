@@ -33,7 +33,8 @@ _CONFIG_FILES = {
 }
 
 
-IMAGE_GGUF = ("flux", "sd1", "sdxl", "sd3", "aura", "ltxv", "hyvid", "wan", "qwen_image", "lumina2", "pixart", "chroma")
+IMAGE_GGUF = ("flux", "sd1", "sdxl", "sd3", "aura", "ltxv", "hyvid", "wan", "qwen_image", "qwen_image21", "lumina2", "pixart",
+              "chroma")
 """`general.architecture` of GGUF files that hold image and video models."""
 
 

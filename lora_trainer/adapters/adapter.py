@@ -10,10 +10,12 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from ..config.names import shown
 from ..errors import SourceError, t
 from ..export import Lora, LoraFile, LoraModule, differences, read_lora
 from ..export.fused import slots_of
-from ..export.lycoris import Lycoris, LycorisFile, LycorisModule, misfits, read_lycoris
+from ..export.lycoris import Lycoris, LycorisFile, LycorisModule, misfits, read_lycoris, refuse_kind
+from ..headers import read_header
 from . import pissa
 from .layers import AdaptedLayer
 
@@ -186,6 +188,8 @@ class Adapter:
         return read_lycoris(path, list(self.layers), self.family.export_prefixes(), self.layers_per_block, self.kind)
 
     def _read(self, path: Path) -> LoraFile:
+        if path.is_file():
+            refuse_kind(read_header(path, shown("model", "initial_lora"))[0], "lora", path)
         if path.is_dir():
             from ..export.peft_folder import read_peft_folder
 

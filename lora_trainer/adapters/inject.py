@@ -19,10 +19,11 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from ..config.schema import ModelConfig
+from ..errors import t
 from ..export import read_tensors
 from . import pissa
 from .adapter import NAME, Adapter, Layer
-from .layers import LAYERS, AdaptedLayer, LokrLayer
+from .layers import LAYERS, AdaptedLayer, LokrLayer, is_whole
 from .targets import Strength, find_targets, strengths
 
 if TYPE_CHECKING:
@@ -54,12 +55,28 @@ def inject(
     return adapter
 
 
-def check_targets(family: "Family", settings: ModelConfig, formats: Collection[str] = ("kohya",)) -> None:
-    """Before anything is loaded: lora_targets finds layers that the files can carry, and initial_lora fits them."""
+def check_targets(family: "Family", settings: ModelConfig, formats: Collection[str] = ("kohya",)) -> list[str]:
+    """Before anything is loaded: lora_targets finds layers that the files can carry, and initial_lora fits them. Notices."""
     if settings.initial_lora:
         check_initial_file(Path(settings.initial_lora), family, settings, formats)
-    else:
-        find_targets(_skeleton(family, settings), family, settings, formats)
+    model = _skeleton(family, settings)
+    paths = find_targets(model, family, settings, formats)
+    return _without_alpha(model, strengths(model, paths, settings), settings) if settings.adapter_kind == "lokr" else []
+
+
+def _without_alpha(model: nn.ModuleDict, strong: Mapping[str, Strength], settings: ModelConfig) -> list[str]:
+    modules, factor = dict(model.named_modules()), settings.lokr_factor
+    whole = [path for path, each in strong.items() if is_whole(modules[path].weight.shape, each.rank, factor)]
+    if not any(strong[path].scale(settings) != 1 for path in whole):
+        return []
+    return [
+        t(
+            pt=f"LoKr: em {len(whole)} de {len(strong)} camadas o rank já dá uma matriz inteira, e nelas alfa não conta; para que "
+            "conte, diminua classificacao_lora ou fator_lokr",
+            en=f"LoKr: in {len(whole)} of {len(strong)} layers the rank already makes a whole matrix, where alpha does not "
+            "count; for it to count, lower lora_rank or lokr_factor",
+        )
+    ]
 
 
 def check_initial_file(

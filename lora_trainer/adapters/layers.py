@@ -7,7 +7,7 @@ factor. Convolutions as LyCORIS flattens them: (out, in · kh · kw). Left out: 
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -95,7 +95,7 @@ class LokrLayer(AdaptedLayer):
     ) -> None:
         super().__init__(base_layer, rank, scale, dropout)
         (out_l, out_k), (in_m, in_n) = (split(size, factor) for size in self.weight.shape[:2])
-        kernel, full = tuple(self.weight.shape[2:]), rank >= max(out_k, in_n) / 2
+        kernel, full = tuple(self.weight.shape[2:]), is_whole(self.weight.shape, rank, factor)
         self.shape, self.zero, self.deviations = (out_k, in_n, *kernel), "lokr_w2" if full else "lokr_w2_b", {}
         if full:
             self.scale = 1.0  # LyCORIS's rule, which readers know: alpha belongs to the low-rank form
@@ -141,6 +141,11 @@ def split(size: int, factor: int | None) -> tuple[int, int]:
     limit = min(math.isqrt(size), factor or size)
     small = next(divisor for divisor in range(limit, 0, -1) if size % divisor == 0)
     return small, size // small
+
+
+def is_whole(shape: Sequence[int], rank: int, factor: int | None) -> bool:
+    """Whether a LoKr of this rank keeps its second factor as it is, since two matrices would be no smaller."""
+    return rank >= max(split(size, factor)[1] for size in shape[:2]) / 2
 
 
 def _how(layer: nn.Module) -> tuple[Any, ...]:

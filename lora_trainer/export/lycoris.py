@@ -207,17 +207,22 @@ def _described(module: LycorisModule) -> str:
     return ", ".join(f"{name} {'x'.join(map(str, f.shape))}" for name, f in sorted(module.factors.items()))
 
 
-def _refuse_others(tensors: Mapping[str, Tensor], kind: str, path: Path) -> None:
-    theirs = kind_of(tensors)
-    if theirs == "lora":
-        refuse_other_kinds(tensors, path)
+def refuse_kind(names: Iterable[str], kind: str, path: Path) -> None:
+    """A file that could be gone on from, were the config's adapter_kind another."""
+    theirs = kind_of(names)
     if theirs != kind:
-        said = TITLES.get(theirs, "LoRA")
+        said, wanted = (TITLES.get(each, "LoRA") for each in (theirs, kind))
         raise SourceError(
-            t(pt=f"o arquivo é um {said}, não um {TITLES[kind]}", en=f"the file is a {said}, not a {TITLES[kind]}"),
+            t(pt=f"o arquivo é um {said}, não um {wanted}", en=f"the file is a {said}, not a {wanted}"),
             t(pt=f"use tipo_adaptador: {theirs}", en=f"use adapter_kind: {theirs}"),
             str(path),
         )
+
+
+def _refuse_others(tensors: Mapping[str, Tensor], kind: str, path: Path) -> None:
+    if kind_of(tensors) == "lora":
+        refuse_other_kinds(tensors, path)
+    refuse_kind(tensors, kind, path)
     for mark, name in {"hada_t1": "Tucker", "lokr_t2": "Tucker", "dora_scale": "DoRA"}.items():
         if any(key.endswith(f".{mark}") for key in tensors):
             raise SourceError(

@@ -165,20 +165,15 @@ def _as_float32(key: str, tensor: Tensor, path: Path) -> Tensor:
     return value
 
 
-def _way_out(kind: str) -> str:
-    if kind in ("LoHa", "LoKr"):
-        return t(pt=f"use tipo_adaptador: {kind.lower()}", en=f"use adapter_kind: {kind.lower()}")
-    return t(
-        pt="use um LoRA com lora_down/lora_up ou lora_A/lora_B", en="use a LoRA with lora_down/lora_up or lora_A/lora_B"
-    )
-
-
 def refuse_other_kinds(tensors: Mapping[str, Tensor], path: Path) -> None:
     for mark, kind in _OTHER_KINDS.items():
         if any(mark in key for key in tensors):
             raise SourceError(
                 t(pt=f"o arquivo é um {kind}, não um LoRA comum", en=f"the file is a {kind}, not a plain LoRA"),
-                _way_out(kind),
+                t(
+                    pt="use um LoRA com lora_down/lora_up ou lora_A/lora_B",
+                    en="use a LoRA with lora_down/lora_up or lora_A/lora_B",
+                ),
                 str(path),
             )
     if not any(".lora" in key for key in tensors):

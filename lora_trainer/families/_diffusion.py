@@ -45,6 +45,8 @@ class DiffusionFamily(ImageFamily):
 
     last_level: float | None = None
     """Noise of a drawing's last step before the shift, where it is not 1 / steps."""
+    levels: Sequence[float] | None = None
+    """Noise of each step of a drawing in just so many, where the model was distilled to these."""
     training_guidance: float = 1.0
     components: Mapping[str, Component]
     """Networks by part: unet, vae, text_encoder, …"""

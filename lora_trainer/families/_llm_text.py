@@ -1,10 +1,12 @@
-"""Language models as text encoders: Qwen2.5-VL's text part (Qwen-Image), Qwen3 (Z-Image, FLUX.2 klein), Mistral (FLUX.2 dev).
+"""Language models as text encoders: Qwen2.5-VL's and Qwen3-VL's text parts (Qwen-Image, 2.1), Qwen3 (Z-Image, FLUX.2 klein),
+Mistral (FLUX.2 dev).
 
 What families use:
 
     ENCODER = language_slot("text_encoder", "qwen3", "Qwen3-4B (qwen_3_4b.safetensors)", layers=(-2,), prefixes=(...))
         A Slot for `open_parts`. `layers`: the hidden states that will be asked for, counted as transformers counts them
-        (0 is the embeddings, -1 the last, after the final norm). Layers after the last of them are neither read nor built.
+        (0 is the embeddings, -1 the last, after the final norm unless `normed` is false). Layers after the last of them
+        are neither read nor built.
         `prefixes`: where it lies in all-in-one files ("text_encoders.qwen3_4b.transformer.").
         arch/<release>/text_encoder/config.json is the text part's own config (flat), or a whole one with `text_config`.
     hidden_states(encoder, input_ids, attention_mask, layers) -> [(B, L, D), ...] in the order of `layers`
@@ -55,16 +57,21 @@ class _Model:
     """`model_type` of configs that hold such a text part."""
     pairs: bool = False
     """llama.cpp keeps rows that rotate together side by side."""
+    like: str = ""
+    """Another model whose tensors are the same, but for the vision tower, which files may lack."""
 
 
 MODELS = {
     "qwen2_5_vl": _Model("Qwen2.5-VL", "Qwen2_5_VLText", ("qwen2_5_vl", "qwen2_5_vl_text")),
+    "qwen3_vl": _Model("Qwen3-VL", "Qwen3VLText", ("qwen3_vl", "qwen3_vl_text"), like="qwen3"),
     "qwen3": _Model("Qwen3", "Qwen3", ("qwen3",)),
     "mistral": _Model("Mistral", "Mistral", ("mistral", "mistral3"), pairs=True),
 }
 
 
-def language_slot(part: str, model: str, title: str, layers: Sequence[int], prefixes: tuple[str, ...] = ()) -> Slot:
+def language_slot(
+    part: str, model: str, title: str, layers: Sequence[int], prefixes: tuple[str, ...] = (), *, normed: bool = True
+) -> Slot:
     """`model`: a key of MODELS; `part`: the option of `modelo` that gives its file."""
     what = shown("model", part)
 
@@ -73,8 +80,8 @@ def language_slot(part: str, model: str, title: str, layers: Sequence[int], pref
         return _derive(tensors, standard), locate(model, tensors, standard)
 
     return Slot(
-        part, Kind.LANGUAGE_MODEL, title, prefixes, lambda config: build(config, model, layers, what), describe, locate(model),
-        also=(Kind.VISION_LANGUAGE,),
+        part, Kind.LANGUAGE_MODEL, title, prefixes, lambda config: build(config, model, layers, what, normed), describe,
+        locate(model), also=(Kind.VISION_LANGUAGE,),
     )  # fmt: skip
 
 
@@ -96,7 +103,7 @@ class Rotary(nn.Module):
         return (angles.cos() * self.scaling).to(x.dtype), (angles.sin() * self.scaling).to(x.dtype)
 
 
-def build(config: Mapping[str, Any], model: str, layers: Sequence[int], what: str) -> nn.Module:
+def build(config: Mapping[str, Any], model: str, layers: Sequence[int], what: str, normed: bool = True) -> nn.Module:
     """The body with as many layers as `layers` need; its `whole_layers` says how many there are in all."""
     import transformers
 
@@ -119,7 +126,7 @@ def build(config: Mapping[str, Any], model: str, layers: Sequence[int], what: st
         rotary = type(body.rotary_emb)(config=made)
     body.rotary_emb = Rotary(rotary.inv_freq, float(rotary.attention_scaling))
     body.whole_layers = whole
-    if depth < whole:
+    if depth < whole or not normed:
         body.norm = nn.Identity()
     return cast(nn.Module, body)
 
@@ -205,12 +212,12 @@ def _check_kind(part: Part, wanted: str, title: str, what: str) -> None:
     """Qwen3 alone has a norm in each head, Qwen2.5 alone has biases; Mistral has neither."""
     attention = "layers.0.self_attn"
     if _shape(part, f"{attention}.q_norm.weight"):
-        found = "qwen3"
+        found = "qwen3_vl" if any("visual." in key for key in part.header) else "qwen3"
     elif _shape(part, f"{attention}.q_proj.bias"):
         found = "qwen2_5_vl"
     else:
         found = "mistral"
-    if found != wanted:
+    if found not in (wanted, MODELS[wanted].like):
         raise _another(MODELS[found].title, title, what)
 
 

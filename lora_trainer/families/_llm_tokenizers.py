@@ -28,6 +28,11 @@ QWEN3_PLACES = (
     ("Tongyi-MAI/Z-Image-Turbo", "tokenizer/"),
     ("black-forest-labs/FLUX.2-klein-4B", "tokenizer/"),
 )
+QWEN3_VL_PLACES = (
+    ("Qwen/Qwen3-VL-8B-Instruct", ""),
+    ("Qwen/Qwen-Image-2.1", "processor/"),
+    ("Qwen/Qwen3-VL-4B-Instruct", ""),
+)
 
 
 def find_llm_tokenizer(source: Source, folder: str | None, sub: str, places: Sequence[tuple[str, str]], title: str) -> Any:

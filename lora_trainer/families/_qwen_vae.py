@@ -18,7 +18,7 @@ from ..kinds import Kind, Part
 from ._parts import Config, Slot
 from ._weights import Locate, Piece
 
-_RESNET = {"norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3", "conv2": "residual.6", "conv_shortcut": "shortcut"}
+RESNET = {"norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3", "conv2": "residual.6", "conv_shortcut": "shortcut"}
 _OUTSIDE = {
     "quant_conv": "conv1", "post_quant_conv": "conv2",
     **{f"{side}.conv_in": f"{side}.conv1" for side in ("encoder", "decoder")},
@@ -60,13 +60,13 @@ def original(name: str, num_res_blocks: int) -> str:
         return f"{_OUTSIDE[layer]}.{leaf}"
     if middle := re.fullmatch(r"(encoder|decoder)\.mid_block\.(resnets|attentions)\.(\d)\.(.+)", layer):
         number = 1 if middle[2] == "attentions" else 2 * int(middle[3])
-        return f"{middle[1]}.middle.{number}.{_RESNET.get(middle[4], middle[4])}.{leaf}"
+        return f"{middle[1]}.middle.{number}.{RESNET.get(middle[4], middle[4])}.{leaf}"
     if down := re.fullmatch(r"encoder\.down_blocks\.(\d+)\.(.+)", layer):
-        return f"encoder.downsamples.{down[1]}.{_RESNET.get(down[2], down[2])}.{leaf}"
+        return f"encoder.downsamples.{down[1]}.{RESNET.get(down[2], down[2])}.{leaf}"
     up = re.fullmatch(r"decoder\.up_blocks\.(\d+)\.(resnets|upsamplers)\.(\d+)\.(.+)", layer)
     assert up, f"no key for {name}"
     first, inner = int(up[1]) * (num_res_blocks + 2), num_res_blocks + 1 if up[2] == "upsamplers" else int(up[3])
-    return f"decoder.upsamples.{first + inner}.{_RESNET.get(up[4], up[4])}.{leaf}"
+    return f"decoder.upsamples.{first + inner}.{RESNET.get(up[4], up[4])}.{leaf}"
 
 
 def locate(prefix: str, num_res_blocks: int) -> Locate:

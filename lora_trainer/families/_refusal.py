@@ -38,7 +38,7 @@ def _way_out(kind: Kind) -> str:
             pt="ponha em modelo_base o modelo completo; para continuar um LoRA, use modelo.lora_inicial",
             en="put the full model in base_model; to continue a LoRA, use model.initial_lora",
         )
-    if kind in (Kind.VAE, Kind.VAE_QWEN):
+    if kind in (Kind.VAE, Kind.VAE_QWEN, Kind.VAE_QWEN_21):
         return t(
             pt="ponha em modelo_base o modelo completo; este arquivo cabe em modelo.vae",
             en="put the full model in base_model; this file belongs in model.vae",
@@ -55,11 +55,6 @@ def _way_out(kind: Kind) -> str:
             "modelo.codificador_texto",
             en="put the model that makes images in base_model, or a language model without vision (…ForCausalLM); this one "
             "belongs in model.text_encoder",
-        )
-    if kind is Kind.QWEN_IMAGE_21:
-        return t(
-            pt="esse transformador ainda não é treinado aqui; use o Qwen-Image ou o Qwen-Image-2512",
-            en="that transformer is not trained here yet; use Qwen-Image or Qwen-Image-2512",
         )
     if kind is Kind.CHROMA_RADIANCE:
         return t(

@@ -42,7 +42,9 @@ def make_flow_scheduler(family: "DiffusionFamily", steps: int, shape: torch.Size
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(known)
     mu = family.sampling_mu(steps, shape) if scheduler.config.use_dynamic_shifting else None
     last = 1 / steps if family.last_level is None else family.last_level
-    scheduler.set_timesteps(sigmas=np.linspace(1.0, last, steps).tolist(), mu=mu)
+    distilled = family.levels is not None and len(family.levels) == steps
+    levels = family.levels if distilled else np.linspace(1.0, last, steps).tolist()
+    scheduler.set_timesteps(sigmas=levels, mu=mu)
     scheduler.set_begin_index(0)
     return scheduler
 

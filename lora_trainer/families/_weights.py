@@ -295,12 +295,9 @@ def find_pieces(component: Component, module: nn.Module) -> dict[str, Piece]:
 
 
 def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape without ones at its ends: a 1x1 convolution and a linear layer hold the same matrix; GGUF may drop the first."""
-    while len(shape) > 1 and shape[-1] == 1:
-        shape = shape[:-1]
-    while len(shape) > 1 and shape[0] == 1:
-        shape = shape[1:]
-    return shape
+    """Shape without ones: a 1x1 convolution and a linear layer hold the same matrix, a kernel one frame deep is one of two
+    dimensions, and GGUF may drop the first."""
+    return tuple(side for side in shape if side != 1)
 
 
 def _incomplete(component: Component, missing: list[str], misshapen: list[str], unreadable: list[str]) -> SourceError:

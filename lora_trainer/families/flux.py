@@ -26,6 +26,7 @@ from ._parts import CLIP_L, T5_XXL, VAE, Transformer, open_parts
 from ._transformer import TransformerFamily
 
 DEV_TOKENS, SCHNELL_TOKENS = 512, 256
+SCHNELL_STEPS = 4
 
 _BLOCK = r"transformer\.(?:single_)?transformer_blocks\.\d+"
 _ATTENTION = r"attn\.(?:to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
@@ -64,7 +65,9 @@ class Flux(TransformerFamily):
         self.kohya_as_released = self.width == _flux_names.RELEASED_WIDTH
         self.tokens = tokens or (DEV_TOKENS if self.guided else SCHNELL_TOKENS)
         self.token_limit = self.tokens - 1  # the end mark
-        self.notices += [] if self.guided else [_schnell_notice()]
+        if not self.guided:
+            self.usual_steps = SCHNELL_STEPS
+            self.notices.append(_schnell_notice())
 
     @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "Flux":

@@ -1,7 +1,8 @@
 """Tiny bases of every diffusion-transformer family, found by name: `<family>_bases.py` in this folder.
 
 Each such file has KINDS (of single files; the first is the plain one), PIPELINE (diffusers' class), `write_folder(path)`,
-`write_files(folder, kind)`, and NARROW: what makes the released transformer small enough to be measured.
+`write_files(folder, kind)`, and NARROW: what makes the released transformer small enough to be measured. It may have
+`pipeline_parts(path)`: parts of the pipeline that cannot be loaded without libraries that we do not need.
 """
 
 import importlib
@@ -33,6 +34,16 @@ def written(name: str, kind: str) -> tuple[dict[str, str], dict[str, nn.Module]]
         return {"base_model": str(folder / "base")}, of(name).write_folder(folder / "base")
     options, modules = of(name).write_files(folder, kind)
     return options, modules
+
+
+def pipeline(name: str, folder: str | Path) -> Any:
+    """diffusers' own, of a diffusers folder."""
+    import diffusers
+    import torch
+
+    extra = getattr(of(name), "pipeline_parts", lambda folder: {})(Path(folder))
+    kind = getattr(diffusers, of(name).PIPELINE)
+    return kind.from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True, **extra)
 
 
 def plain(name: str) -> dict[str, str]:

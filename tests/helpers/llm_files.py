@@ -1,5 +1,6 @@
 """Tiny language models as text encoders, in the layouts people have: transformers folders, ComfyUI's files, llama.cpp's GGUF."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ CHAT = (
 """What Qwen3's template comes to for one message of a user."""
 
 
-def write_qwen_tokenizer(folder: Path) -> int:
-    """A real Qwen tokenizer to which each word of TEXTS is one token; returns the size of its vocabulary."""
-    trained = Qwen2Tokenizer().train_new_from_iterator(TEXTS, 600, new_special_tokens=SPECIAL, show_progress=False)
+def write_qwen_tokenizer(folder: Path, texts: Sequence[str] = (), special: Sequence[str] = ()) -> int:
+    """A real Qwen tokenizer to which each word of TEXTS (and of `texts`) is one token; returns the size of its vocabulary."""
+    trained = Qwen2Tokenizer().train_new_from_iterator(
+        [*TEXTS, *texts], 600, new_special_tokens=[*SPECIAL, *special], show_progress=False
+    )
     trained.chat_template = CHAT
     trained.save_pretrained(folder)
     return len(trained)
@@ -40,11 +43,14 @@ def tiny_text_config(model: str, vocabulary: int, *, width: int = 32, layers: in
         "vocab_size": vocabulary, "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": width // 2, "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None, "tie_word_embeddings": False,
-        "rope_theta": 10000.0, "model_type": MODELS[model].types[-1] if model == "qwen2_5_vl" else model,
+        "rope_theta": 10000.0, "model_type": MODELS[model].types[-1] if model.endswith("_vl") else model,
     }  # fmt: skip
     third = width // 12
     sections = {"mrope_section": [width // 4 - 2 * third, third, third], "rope_type": "default", "rope_theta": 10000.0}
-    extra = {"qwen2_5_vl": {"rope_scaling": sections}, "mistral": {"sliding_window": None}}
+    extra = {
+        "qwen2_5_vl": {"rope_scaling": sections}, "qwen3_vl": {"rope_scaling": {**sections, "mrope_interleaved": True}},
+        "mistral": {"sliding_window": None},
+    }  # fmt: skip
     return config | extra.get(model, {})
 
 
@@ -57,6 +63,10 @@ def whole_model(model: str, text: dict[str, Any], seed: int = 0) -> nn.Module:
         vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": text["hidden_size"]}
         config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
         made = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    elif model == "qwen3_vl":
+        vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": text["hidden_size"],
+                  "deepstack_visual_indexes": [0], "num_position_embeddings": 16}  # fmt: skip
+        made = transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig(text_config=text, vision_config=vision))
     else:
         kind = MODELS[model].kind
         made = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**text))
@@ -97,7 +107,7 @@ def write_llm_gguf(path: Path, model: str, whole: nn.Module, kind: str = "Q8_0")
     """As llama.cpp's converter writes it: rows that rotate together side by side, where it keeps them so."""
     body: Any = body_of(whole)
     heads = {"q": body.config.num_attention_heads, "k": body.config.num_key_value_heads}
-    writer = GGUFWriter(path, {"qwen2_5_vl": "qwen2vl", "mistral": "llama"}.get(model, model))
+    writer = GGUFWriter(path, {"qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl", "mistral": "llama"}.get(model, model))
     for name, value in {**body.state_dict(), "output.weight": whole.lm_head.weight}.items():
         key = name if name == "output.weight" else gguf_key(name)
         if MODELS[model].pairs and (".attn_q." in key or ".attn_k." in key):

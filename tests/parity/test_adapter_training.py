@@ -122,11 +122,12 @@ def test_files_of_every_transformer_family(name, tmp_path):
 
 MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
+    "streamed": (CHECKPOINTING, STREAMED),
     "nf4 streamed": (CHECKPOINTING, {"base_quantization": "nf4", **STREAMED}),
 }
 
 
-FORESEEN = [("sd15-small", "loha", "plain"), ("flux", "loha", "nf4 streamed"), ("flux", "lokr", "plain"),
+FORESEEN = [("sd15-small", "loha", "streamed"), ("flux", "loha", "nf4 streamed"), ("flux", "lokr", "plain"),
             ("sd15-small", "pissa", "nf4 streamed"), ("flux", "pissa", "plain")]  # fmt: skip
 
 

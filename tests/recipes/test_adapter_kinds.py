@@ -41,7 +41,7 @@ def test_resume_is_bit_equal_and_the_file_is_proved(tmp_path, capsys, name, kind
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "kind"), [("sdxl", "kohya", "lokr"), ("flux", "diffusers", "loha"), ("flux", "kohya", "lokr")]
+    ("name", "layout", "kind"), [("sd1", "kohya", "loha"), ("flux", "diffusers", "loha"), ("flux", "kohya", "lokr")]
 )
 def test_a_file_is_gone_on_from(tmp_path, name, layout, kind):
     config = made(tmp_path, name, kind, saida={"formatos": [layout]}, treino={"epocas": 1})
@@ -53,7 +53,7 @@ def test_a_file_is_gone_on_from(tmp_path, name, layout, kind):
     before, after = load_file(kept), load_file(tmp_path / "saida" / "outro" / f"outro{ending}.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.allclose(before[key], after[key], atol=1e-6) for key in before)
-    starts = {"sdxl": "lora_unet_", "flux": "lycoris_" if layout == "kohya" else "transformer."}
+    starts = {"sd1": "lora_unet_", "flux": "lycoris_" if layout == "kohya" else "transformer."}
     assert all(key.startswith(starts[name]) for key in before)
     assert any(key.endswith(".alpha") for key in before) == (layout == "kohya")
     with safe_open(kept, "pt") as file:

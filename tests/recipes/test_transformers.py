@@ -1,9 +1,9 @@
 """Transformer families through the real command line: every kind of base, resume, previews, an initial LoRA, techniques."""
 
-import diffusers
 import pytest
 import torch
 from helpers.bases import KINDED, NAMES, of, written
+from helpers.bases import pipeline as open_pipeline
 from recipe import draw_images, events, make, run
 from safetensors.torch import load_file
 
@@ -74,7 +74,7 @@ def test_the_pipeline_loads_the_file(tmp_path, name):
     tensors = load_file(tmp_path / "saida" / "lora" / "lora.safetensors")
     assert all(key.startswith("transformer.") for key in tensors)
     assert not any("alpha" in key for key in tensors)
-    pipeline = getattr(diffusers, of(name).PIPELINE).from_pretrained(tmp_path / "base", local_files_only=True)
+    pipeline = open_pipeline(name, tmp_path / "base")
     pipeline.load_lora_weights(str(tmp_path / "saida" / "lora" / "lora.safetensors"))
     layers = {name: m for name, m in pipeline.transformer.named_modules() if hasattr(m, "lora_A")}
     assert len(layers) == len(tensors) // 2

@@ -7,7 +7,7 @@ import torch
 from adapter_models import MODELS, SD15, forward, perturb, sd15_model, trained
 from safetensors.torch import load_file, safe_open, save_file
 
-from lora_trainer.adapters import check_base, find_targets, inject
+from lora_trainer.adapters import check_base, check_targets, find_targets, inject
 from lora_trainer.config.schema import ModelConfig
 from lora_trainer.errors import ConfigError, DivergedError, MachineError, SourceError
 from lora_trainer.export.lycoris import LycorisModule, kind_of, read_lycoris
@@ -128,6 +128,21 @@ def test_what_the_file_says(case, tmp_path):
     assert kind_of(keys) == case
 
 
+def test_alpha_without_effect_is_told():
+    class Skeleton:
+        def __getattr__(self, name):
+            return getattr(SD15, name)
+
+        def load_model(self, device, dtype, *, with_text=False):
+            return sd15_model()
+
+    settings = ModelConfig(adapter_kind="lokr", lora_rank=16, lora_alpha=8)
+    (notice,) = check_targets(Skeleton(), settings)
+    assert "camadas o rank já dá uma matriz inteira" in notice
+    assert check_targets(Skeleton(), settings.model_copy(update={"lora_alpha": None})) == []
+    assert check_targets(Skeleton(), settings.model_copy(update={"lora_rank": 1, "lokr_factor": 2})) == []
+
+
 def test_a_whole_lokr_has_no_scale(tmp_path):
     """Readers take 1 where neither factor is low-rank, whatever its alpha."""
     model, adapter, family = trained("sd15", adapter_kind="lokr", lora_rank=512, lora_alpha=64)
@@ -164,7 +179,7 @@ def test_going_on_from_others_spellings(tmp_path):
     ("asked", "told"),
     [
         ({"adapter_kind": "lokr", "lokr_factor": 2}, "é um LoHa, não um LoKr"),
-        ({"adapter_kind": "lora"}, "é um LoHa, não um LoRA comum"),
+        ({"adapter_kind": "lora"}, "é um LoHa, não um LoRA"),
         ({"lora_rank": 2}, "hada_w1_b 4x"),
         ({"lora_targets": "attention"}, "não recebem LoRA aqui"),
         ({"train_text_encoder": False}, "não recebem LoRA aqui"),
