@@ -21,6 +21,7 @@ from ._parts import Config
 from ._qwen_transformer import PREFIXES
 from ._weights import Locate, Piece
 
+SHRUNK = 2.0**-5
 FUSED = ("img_mlp.gate_layer", "img_mlp.proj")
 """Upper and lower half of ComfyUI's `img_mlp.gate_up`."""
 
@@ -38,7 +39,8 @@ class PictureTransformer(QwenImage21Transformer2DModel):
         x = x.float() if x.dtype is torch.float16 else x  # whose largest number the sum of all blocks may pass
         for block in self.transformer_blocks:
             x = block(x, modulation, rotation, length, seen)
-        return cast(Tensor, self.proj_out(self.norm_out(x[:, length:], noise[:-1]).to(picture.dtype)))
+        scale = self.norm_out.linear(self.norm_out.silu(noise[:-1]))
+        return cast(Tensor, self.proj_out((self.norm_out.norm(x[:, length:]) * (1 + scale[:, None])).to(picture.dtype)))
 
 
 class Block(QwenImage21TransformerBlock):
@@ -48,7 +50,7 @@ class Block(QwenImage21TransformerBlock):
         inside = _times(self.img_norm1(x), 1 + scale, length).to(modulation.dtype)
         x = x + _times(attend(self.attn, inside, rotation, length, seen), gate.tanh(), length)
         inside = _times(self.img_norm2(x), 1 + mlp_scale, length).to(modulation.dtype)
-        return x + _times(self.img_mlp(inside), mlp_gate.tanh(), length)
+        return x + _times(feed_forward(self.img_mlp, inside), mlp_gate.tanh(), length)
 
 
 def _times(x: Tensor, rows: Tensor, length: int) -> Tensor:
@@ -65,7 +67,22 @@ def attend(attention: Any, x: Tensor, rotation: Tensor, length: int, seen: Tenso
     words = F.scaled_dot_product_attention(q[:, :, :length], k[:, :, :length], v[:, :, :length], is_causal=True)
     mask = None if seen is None else seen[:, None, None]
     picture = F.scaled_dot_product_attention(q[:, :, length:], k, v, attn_mask=mask)
-    return cast(Tensor, attention.to_out[0](torch.cat([words, picture], 2).transpose(1, 2).flatten(2).type_as(x)))
+    joined = torch.cat([words, picture], 2).transpose(1, 2).flatten(2).type_as(x)
+    return _enlarged(attention.to_out[0](_shrunk(joined, x)), x)
+
+
+def feed_forward(mlp: Any, x: Tensor) -> Tensor:
+    return _enlarged(mlp.out(_shrunk(mlp.activation_fn(mlp.gate_layer(x)), x) * mlp.proj(x)), x)
+
+
+def _shrunk(inner: Tensor, x: Tensor) -> Tensor:
+    """Before the last layer of each half, in fp16, whose largest number the layer's answer may pass."""
+    return inner * SHRUNK if x.dtype is torch.float16 else inner
+
+
+def _enlarged(answer: Tensor, x: Tensor) -> Tensor:
+    """To float32 and its own size. A power of two, so nothing is rounded."""
+    return answer.float() / SHRUNK if x.dtype is torch.float16 else answer
 
 
 def rotated(x: Tensor, rotation: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def test_images_there_and_back(pair, tiles):
     drawn = theirs.decode((latents * std + mean)[:, :, None]).sample[:, :, 0]
     theirs.use_tiling = False
     alpha = (drawn[:, 3:] + 1) / 2
-    assert 0 < alpha.min() < alpha.max() <= 1
+    assert alpha.min() < 0.5 < alpha.max()
     assert close((decoded + 1) / 2, (drawn[:, :3] + 1) / 2 * alpha + 1 - alpha, 1e-4)
 
 
@@ -169,7 +169,7 @@ def test_padding_is_not_seen(pair):
 @pytest.mark.parametrize("autocast", [False, True])
 @torch.no_grad()
 def test_fp16_does_not_overflow(pair, autocast):
-    """A stream that passes 65504: nearer to float32's answer than bf16 is."""
+    """Streams and answers of layers that pass 65504: nearer to float32's answer than bf16 is."""
     _, family = pair
     batch = family.example_batch(2, (64, 32))
     generator = torch.Generator().manual_seed(1)
@@ -179,6 +179,7 @@ def test_fp16_does_not_overflow(pair, autocast):
 
     def answer(dtype: torch.dtype) -> torch.Tensor:
         model: Any = family.load_model(CPU, dtype)
+        model["transformer"].modulation[1].weight.mul_(8)
         for block in model["transformer"].transformer_blocks:
             for layer in (block.attn.to_out[0], block.img_mlp.out):
                 layer.weight.mul_(2.0**15)
