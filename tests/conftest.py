@@ -1,5 +1,6 @@
 """One torch thread (15 times faster on a busy machine), no network, Portuguese messages."""
 
+import gc
 import os
 
 os.environ.update(
@@ -34,3 +35,10 @@ def _bases_in_a_folder_of_pytests(tmp_path_factory):
     before, tempfile.tempdir = tempfile.tempdir, str(tmp_path_factory.mktemp("bases"))
     yield
     tempfile.tempdir = before
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libraries_are_no_garbage():
+    """Runs collect garbage in full; a second each time, if every class of every library is looked through."""
+    gc.collect()
+    gc.freeze()

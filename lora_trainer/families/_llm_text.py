@@ -110,7 +110,7 @@ def build(config: Mapping[str, Any], model: str, layers: Sequence[int], what: st
     known = text_config(config)
     kind = str(config.get("model_type") or known.get("model_type") or "")
     if kind and kind not in MODELS[model].types:
-        raise _another(kind, MODELS[model].title, what)
+        raise another(kind, MODELS[model].title, what)
     known = {name: value for name, value in known.items() if name not in _NOT_TEXT}
     config_class = getattr(transformers, f"{MODELS[model].kind}Config")
     whole = int(known.get("num_hidden_layers") or config_class().num_hidden_layers)
@@ -218,10 +218,11 @@ def _check_kind(part: Part, wanted: str, title: str, what: str) -> None:
     else:
         found = "mistral"
     if found not in (wanted, MODELS[wanted].like):
-        raise _another(MODELS[found].title, title, what)
+        raise another(MODELS[found].title, title, what)
 
 
-def _another(has: str, wants: str, what: str) -> SourceError:
+def another(has: str, wants: str, what: str) -> SourceError:
+    """The error for a language model in another's place."""
     return SourceError(
         t(
             pt=f"é um modelo de linguagem {has}, não o {wants}",

@@ -18,8 +18,8 @@ from ..kinds import Kind, Part
 from ..memory.packed_gguf import unpacked_notice
 from ..sources import Source, open_source
 from . import _architecture as architecture
+from . import _int8, _stored
 from . import _single_file as single_file
-from . import _stored
 from ._components import BUILDERS, Networks
 from ._weights import Component, Locate, Piece, Weights
 
@@ -242,6 +242,8 @@ def _kept_notice(transformer: Component) -> str:
     if isinstance(weights, _stored.GgufWeights) and (kinds := weights.unpacked_kinds()):
         return unpacked_notice(weights.file, kinds)
     formats = _stored.stored_formats(transformer.weights, transformer.used_keys())
+    if any(transformer.weights.header[key].dtype == "I8" for key in transformer.used_keys()):
+        return _int8.notice()
     if not formats:
         return ""
     listed = ", ".join(sorted(formats))

@@ -4,7 +4,7 @@ The module is built on `meta`; each of its parameters names the places where its
 is read from there, scaled if it is stored in fp8, cast and moved. So host memory holds the component in the wanted
 dtype and one tensor more, whatever the file's layout, sharding or dtype. Files are read, not mapped: a mapped file
 keeps its pages in the process, cannot be replaced under Windows, and hands out views that torch refuses where a header
-is not aligned. What a file stores in few bits may stay so (_stored.py). Left out: checkpoints quantised to int8.
+is not aligned. What a file stores in few bits may stay so (_stored.py), but for int8 (_int8.py).
 """
 
 import hashlib
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..errors import SourceError, t
 from ..headers import Header, TensorInfo, read_header
 from ..tracker import host_memory
+from . import _int8
 from ._base import Prepare
 
 DTYPES = {
@@ -93,10 +94,13 @@ class Weights:
         return self.quantised_shape(key) or self.header[key].shape
 
     def readable(self, key: str) -> bool:
-        return self.header[key].dtype in DTYPES or self.quantised_shape(key) is not None
+        known = self.header[key].dtype in DTYPES or self.quantised_shape(key) is not None
+        return known or _int8.note(self, key) is not None
 
     def companions(self, key: str) -> list[str]:
         """Keys that are read along with this one."""
+        if _int8.note(self, key) is not None:
+            return [_int8.note_key(key), *filter(None, [self.scale_of(key)])]
         scale = self.scale_of(key) if self.header[key].dtype in FP8 else None
         state = [name for name in self.header if name.startswith(f"{key}.")] if self.quantised_shape(key) else []
         return [scale] if scale else state
@@ -137,6 +141,8 @@ class Weights:
             from ._stored import unpack_4bit
 
             return unpack_4bit(self, key)
+        if self.header[key].dtype == "I8":
+            return _int8.unpack(self, key)
         tensor = self.read(key)
         scale_key = self.scale_of(key) if self.header[key].dtype in FP8 else None
         if scale_key is None:
@@ -186,7 +192,8 @@ class Component:
         """Host memory that `load` needs, but for one tensor."""
         if self.as_stored and self.has_weights:
             stored = (self.weights.header[key] for key in self.used_keys())
-            return sum(min(info.nbytes, prod(info.shape) * dtype.itemsize) for info in stored)
+            wide = ((info, prod(info.shape) * dtype.itemsize) for info in stored)
+            return sum(nbytes if info.dtype == "I8" else min(info.nbytes, nbytes) for info, nbytes in wide)
         return sum(value.numel() for value in self.skeleton().state_dict().values()) * dtype.itemsize
 
     @property

@@ -5,7 +5,6 @@ layer makes of it, before the final norm, is what the transformer sees, without 
 the weights: previews have none unless asked. All as diffusers' QwenImage21Pipeline does it. Left out: pictures as a condition.
 """
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.schema import ModelConfig
-from ..errors import MachineError, SourceError, t
+from ..errors import MachineError, t
 from ..export.fused import Slot
 from ..kinds import Kind
 from ..sources import Source
@@ -22,8 +21,9 @@ from . import _architecture, _llm_text, _qwen21_vae, _qwen_vae, _tokenizers
 from ._base import Batch, Example, Framing
 from ._components import Networks
 from ._llm_tokenizers import QWEN3_VL_PLACES, find_llm_tokenizer
-from ._parts import Config, Transformer, open_parts
+from ._parts import Transformer, open_parts
 from ._prompts import MASK
+from ._qwen21_variant import refuse_unknown, tower_notice, turbo_levels, turbo_notice
 from ._refusal import refusal
 from ._transformer import TransformerFamily
 
@@ -37,7 +37,6 @@ QWEN3_VL = _llm_text.language_slot(
     "text_encoder", "qwen3_vl", "Qwen3-VL-8B (qwen3vl_8b_bf16.safetensors)", LAYERS,
     ("text_encoders.qwen3vl_8b.transformer.", "text_encoders.qwen3vl_8b."), normed=False,
 )  # fmt: skip
-TURBO_LEVELS = (1.0, 0.978453, 0.95418, 0.926626, 0.89508, 0.845148, 0.704534, 0.414568)
 
 _BLOCK = r"transformer\.transformer_blocks\.\d+"
 _ATTENTION = r"attn\.(?:to_[qkv]|to_out\.0)"
@@ -71,12 +70,12 @@ class QwenImage21(TransformerFamily):
         transformer = self.components["transformer"].config
         width = int(transformer["num_attention_heads"]) * int(transformer["attention_head_dim"])
         self.inner, self.kohya_slots = width * int(transformer["mlp_ratio"]), self._kohya_slot
-        if _is_turbo(source):
-            self.levels = tuple((source.config("model_index") or {}).get("sample_sigmas") or TURBO_LEVELS)
-            self.usual_steps = len(self.levels)
-            unshifted = {"use_dynamic_shifting": False, "shift": 1.0, "shift_terminal": None}
+        self.notices += tower_notice(self.components["text_encoder"])
+        self.levels = turbo_levels(source)
+        if self.levels:
+            self.usual_steps, unshifted = len(self.levels), {"use_dynamic_shifting": False, "shift": 1.0, "shift_terminal": None}
             self.schedule_config = {**_architecture.shipped("qwen_image_21", "scheduler"), **unshifted}
-            self.notices += [] if settings.training_lora else [_turbo_notice(self.usual_steps)]
+            self.notices += [] if settings.training_lora else [turbo_notice(self.usual_steps)]
 
     @classmethod
     def recognise(cls, source: Source) -> float:
@@ -91,7 +90,7 @@ class QwenImage21(TransformerFamily):
         if source.looks_like() is not Kind.QWEN_IMAGE_21:
             raise refusal(source)
         networks = open_parts(source, settings, "qwen_image_21", _transformer(), (QWEN3_VL, _qwen21_vae.QWEN_21_VAE))
-        _refuse_unknown(networks.components["transformer"].config, source)
+        refuse_unknown(networks.components, source)
         tokenizer = find_llm_tokenizer(source, settings.tokenizer, "processor", QWEN3_VL_PLACES, "Qwen3-VL")
         return cls(source, settings, networks, tokenizer, max_caption_tokens)
 
@@ -192,32 +191,6 @@ def _transformer() -> Transformer:
               en="update: pip install -U diffusers transformers (0.41 and 4.57, or newer)"),
         ) from error  # fmt: skip
     return Transformer(build, derive)
-
-
-def _refuse_unknown(config: Config, source: Source) -> None:
-    if int(config.get("patch_size", 1)) != 1 or not config.get("causal_condition", True):
-        raise SourceError(
-            t(pt=f"{source.title()} é uma variante do Qwen-Image 2.1 que não conheço",
-              en=f"{source.title()} is a variant of Qwen-Image 2.1 that is not known here"),
-            t(pt="use o Qwen-Image 2.1 publicado", en="use Qwen-Image 2.1 as published"),
-            source.what,
-        )  # fmt: skip
-
-
-def _is_turbo(source: Source) -> bool:
-    """By the noise levels that come with it; a single file only has its name."""
-    index = source.config("model_index")
-    name = source.hub_id or source.path.name
-    return bool(index.get("sample_sigmas")) if index else bool(re.search("turbo", name, re.IGNORECASE))
-
-
-def _turbo_notice(steps: int) -> str:
-    return t(
-        pt=f"o modelo base é um Qwen-Image 2.1 Turbo, destilado para {steps} passos: treinar nele desfaz a destilação. Treine no "
-        "Qwen-Image 2.1 (o LoRA costuma funcionar também no Turbo), ou indique em modelo.lora_de_treino um adaptador de treino",
-        en=f"the base is a Qwen-Image 2.1 Turbo, distilled to {steps} steps: training on it undoes the distillation. Train on "
-        "Qwen-Image 2.1 (the LoRA mostly works on Turbo as well), or name a training adapter in model.training_lora",
-    )
 
 
 FAMILY = QwenImage21

@@ -19,7 +19,6 @@ DECODED_TILED_ABOVE = 768 * 768
 """Pixels of a picture that is drawn in tiles where nobody says otherwise: 1.1 instead of 3.4 GiB at 1024²."""
 
 
-
 def decodes_tiled(choice: str, size: tuple[int, int]) -> bool:
     """Whether a preview of `size` (width, height) in pixels is decoded in tiles; `choice` is auto, yes or no.
 

@@ -48,9 +48,9 @@ def write(folder: Path, model: str, layout: str, whole: nn.Module) -> Path:
     return folder / "x.safetensors"
 
 
-def component(path: Path, model: str, layers: tuple[int, ...] = LAYERS, **text: Any) -> Component:
+def component(path: Path, model: str, layers: tuple[int, ...] = LAYERS, *, normed: bool = True, **text: Any) -> Component:
     """As `open_parts` makes it of `modelo.codificador_texto`."""
-    slot = language_slot("text_encoder", model, f"o {model}", layers)
+    slot = language_slot("text_encoder", model, f"o {model}", layers, normed=normed)
     settings = ModelConfig(text_encoder=str(path))
     opener = _parts._Opener(Source(path, "folder", "x"), settings, "", (slot,))
     with pytest.MonkeyPatch.context() as patch:
@@ -175,13 +175,32 @@ def test_positions_are_not_rounded_with_the_weights(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(half.rotary_emb(x, positions), full.rotary_emb(x, positions), strict=True))
 
 
-@pytest.mark.parametrize(("has", "wants"), [("qwen3", "qwen2_5_vl"), ("qwen2_5_vl", "mistral"), ("mistral", "qwen3")])
+@pytest.mark.parametrize(("has", "wants"), [("qwen3", "qwen2_5_vl"), ("qwen2_5_vl", "mistral"), ("mistral", "qwen3"), ("mistral", "qwen3_vl")])
 @pytest.mark.parametrize("layout", ["comfy", "gguf", "folder"])
 def test_another_language_model_is_refused_by_name(tmp_path, has, wants, layout):
     path = write(tmp_path / "x", has, layout, whole_model(has, tiny_text_config(has, VOCABULARY)))
     with pytest.raises(SourceError, match=f"{MODELS[has].title}|{has}") as error:
         component(path, wants).used_keys()
     assert f"o {wants}" in str(error.value) or MODELS[wants].title in str(error.value)
+
+
+@torch.no_grad()
+def test_the_last_state_before_the_final_norm(tmp_path):
+    """Which Qwen-Image 2.1 was trained on; the norm is not even read."""
+    whole: Any = whole_model("qwen3_vl", tiny_text_config("qwen3_vl", VOCABULARY))
+    found = component(write(tmp_path / "x", "qwen3_vl", "comfy", whole), "qwen3_vl", (-1,), normed=False)
+    assert not any(key.endswith("model.norm.weight") for key in found.used_keys())
+    [ours] = hidden_states(load(found), IDS, torch.ones(2, 9, dtype=torch.bool), (-1,))
+    states: list[Any] = []
+    whole.model.language_model.norm.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
+    whole(input_ids=IDS)
+    assert torch.allclose(ours, states[0], atol=1e-5)
+
+
+def test_a_qwen3_with_a_vision_tower_is_no_plain_qwen3(tmp_path):
+    path = write(tmp_path / "x", "qwen3_vl", "comfy", whole_model("qwen3_vl", tiny_text_config("qwen3_vl", VOCABULARY)))
+    with pytest.raises(SourceError, match="modelo de linguagem Qwen3-VL"):
+        component(path, "qwen3").used_keys()
 
 
 def test_an_encoder_with_too_few_layers_is_refused(tmp_path):
@@ -191,7 +210,8 @@ def test_an_encoder_with_too_few_layers_is_refused(tmp_path):
 
 
 def test_kinds(tmp_path):
-    for model, kind in (("qwen3", Kind.LANGUAGE_MODEL), ("qwen2_5_vl", Kind.VISION_LANGUAGE)):
+    seeing = Kind.VISION_LANGUAGE
+    for model, kind in (("qwen3", Kind.LANGUAGE_MODEL), ("qwen3_vl", seeing), ("qwen2_5_vl", seeing)):
         whole = whole_model(model, tiny_text_config(model, VOCABULARY))
         for layout in ("comfy", "folder", "fp8"):
             assert open_source(str(write(tmp_path / f"{model}{layout}", model, layout, whole))).looks_like() is kind

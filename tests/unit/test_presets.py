@@ -22,12 +22,13 @@ IMAGES = tuple(name for name in FAMILIES if name != "causal_lm")
 TRAINED = {
     "sd15": (4, (512, 512), 2048), "sdxl": (4, (1024, 1024), 2048), "sd3": (4, (1024, 1024), 2048),
     "flux": (4, (512, 512), 2048), "flux2": (4, (1024, 1024), 2048), "chroma": (4, (512, 512), 2048),
-    "z_image": (4, (1024, 1024), 2048), "qwen_image": (4, (1024, 1024), 2048), "causal_lm": (16, (512, 512), 2048),
+    "z_image": (4, (1024, 1024), 2048), "qwen_image": (4, (1024, 1024), 2048),
+    "qwen_image_21": (4, (1024, 1024), 2048), "causal_lm": (16, (512, 512), 2048),
 }  # fmt: skip
 """Effective batch, resolution, length."""
 BITS = {
     "flux": {"nf4", "int8"}, "chroma": {"nf4", "int8"}, "flux2": {"nf4", "int8", "no"}, "z_image": {"nf4", "int8", "no"},
-    "qwen_image": {"nf4"},
+    "qwen_image": {"nf4"}, "qwen_image_21": {"nf4", "int8", "no"},
 }  # fmt: skip
 """Of the base, where 16 would not do."""
 OFFLOAD = ("memory", "activation_offload")
