@@ -130,7 +130,8 @@ class Rungs:
             peak, copied = peak - sign * blocks.vocabulary, copied + sign * PASSES * blocks.head * windows * splits
         if values[OFFLOAD] != near.values[OFFLOAD]:
             sign = 1 if values[OFFLOAD] == "yes" else -1
-            saved = max(offload_saves(one.prediction.phases) for one in self.planner.tried)
+            alike = [one for one in self.planner.tried if one.values[CHECKPOINTING] == near.values[CHECKPOINTING]]
+            saved = max(offload_saves(one.prediction.phases) for one in alike)
             peak, copied = peak - sign * saved, copied + sign * 2 * PASSES * saved * windows
         if values.get(OPTIMIZER_OFFLOAD) != near.values.get(OPTIMIZER_OFFLOAD):
             sign, moments = (1 if values[OPTIMIZER_OFFLOAD] == "yes" else -1), self._moments()

@@ -240,6 +240,15 @@ def test_the_rungs_below_and_the_reasons(make: Make, known: dict[str, int]) -> N
     assert rungs.without() == {CHECKPOINTING: known["nothing"]}
 
 
+def test_what_offloading_saves_is_not_what_recomputation_does(make: Make, known: dict[str, int]) -> None:
+    """A plan without recomputation, tried too, keeps far more activations."""
+    planner = make(between(known["nothing"], known["lean"]), preset={CHECKPOINTING: "yes"}, preset_first=True)
+    best, fast = planner.simulate(LEAN), planner.simulate(NOTHING)
+    assert fast.prediction.phases["backward"].causes["activations"] > best.prediction.phases["backward"].causes["activations"]
+    offloaded = next(one for one in Rungs(planner, best).below() if one.values[OFFLOAD] == "yes")
+    assert offloaded.peak == pytest.approx(planner.simulate({**LEAN, OFFLOAD: "yes"}).peak, rel=0.2)
+
+
 def test_a_batch_is_split_first(make: Make) -> None:
     planner = make(None, shape=replace(SHAPE, batch_size=4))
     planner.simulate(LEAN)
