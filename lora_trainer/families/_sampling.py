@@ -1,7 +1,8 @@
 """Drawing images with the model in training, for previews: DDIM, or Euler steps along a rectified flow.
 
 Noise comes from the seed and the image's index alone, so base and adapter draw from the same noise and training's random
-numbers are not touched. Guidance is classifier-free, but for distilled models, to which it is told.
+numbers are not touched. Guidance is classifier-free, but for distilled models, to which it is told: two passes one after the
+other, since one of both would need more memory than a step of training.
 """
 
 from collections.abc import Sequence
@@ -65,7 +66,8 @@ def sample_latents(
     for start in range(0, len(positive), sampling.chunk):
         chosen = positive[start : start + sampling.chunk]
         x_t = noise[start : start + sampling.chunk].to(device)
-        parts.append(_denoise(family, model, x_t, *_together(chosen, negative, device), sampling))
+        sides = _batch(chosen, device), _batch([negative] * len(chosen), device)
+        parts.append(_denoise(family, model, x_t, *sides, sampling))
     return torch.cat(parts)
 
 
@@ -86,28 +88,19 @@ def _denoise(
             scheduler.set_timesteps(sampling.steps)
     if family.distilled:
         positive = {**positive, "guidance": torch.full((len(x_t),), sampling.guidance, device=x_t.device)}
-    both = {} if family.distilled else {name: torch.cat([value, negative[name]]) for name, value in positive.items()}
     for timestep in scheduler.timesteps.tolist():
+        at = torch.full((len(x_t),), timestep, device=x_t.device)
+        predicted = family.predict(model, x_t, at, positive).float()
         if sampling.guidance > 1 and not family.distilled:
-            twice = x_t.repeat(2, 1, 1, 1)
-            with_prompt, without = family.predict(model, twice, _all(timestep, twice), both).float().chunk(2)
-            predicted = family.guide(with_prompt, without, sampling.guidance)
-        else:
-            predicted = family.predict(model, x_t, _all(timestep, x_t), positive).float()
+            without = family.predict(model, x_t, at, negative).float()
+            predicted = family.guide(predicted, without, sampling.guidance)
         x_t = cast(Tensor, scheduler.step(predicted, timestep, x_t).prev_sample)
     return x_t
-
-
-def _all(timestep: float, x_t: Tensor) -> Tensor:
-    return torch.full((len(x_t),), timestep, device=x_t.device)
 
 
 def _noise(shape: torch.Size, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _together(positive: Sequence[Example], negative: Example, device: torch.device) -> tuple[Batch, Batch]:
-    """Both sides, as long as the longest prompt of either."""
-    half = len(positive)
-    batch = {name: value.to(device) for name, value in collate([*positive, *[negative] * half]).items()}
-    return {name: value[:half] for name, value in batch.items()}, {name: value[half:] for name, value in batch.items()}
+def _batch(examples: Sequence[Example], device: torch.device) -> Batch:
+    return {name: value.to(device) for name, value in collate(examples).items()}
