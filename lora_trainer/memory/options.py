@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config.names import Key
+from ..config.rules import NOT_SEPARABLE
 from ..config.schema import Config
 from ..errors import t
 
@@ -17,8 +18,6 @@ EMBEDDINGS: Key = ("memory", "embedding_offload")
 OPTIMIZER_OFFLOAD: Key = ("memory", "optimizer_offload")
 """The same, where the optimizer steps each parameter by itself."""
 SOLVED = (CHECKPOINTING, OPTIMIZER_8BIT, EMBEDDINGS, STREAMING, OFFLOAD, OPTIMIZER_OFFLOAD, QUANTIZATION)
-NOT_SEPARABLE = ("prodigy", "schedulefree_adamw")
-"""Optimizers with one estimate, or one average of the run, for all parameters."""
 
 
 def moments_can_leave(config: Config) -> bool:
