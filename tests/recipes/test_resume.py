@@ -144,10 +144,16 @@ def test_another_model_is_refused_on_resume(tmp_path, straight, capsys, change):
     config, _ = straight
     assert run(config, "treino.passos_maximos=2") == 0
     (tmp_path / "saida/lora/estado/concluido.json").unlink()
+    log, used = ((tmp_path / "saida/lora" / name).read_bytes() for name in ("registro.log", "config.yaml"))
+    capsys.readouterr()
     assert run(config, "--retomar", change) == 2
-    err = capsys.readouterr().err
-    assert change.partition("=")[0] in err
-    assert "não dá para retomar" in err
+    told = capsys.readouterr()
+    assert change.partition("=")[0] in told.err
+    assert "não dá para retomar" in told.err
+    assert "True" not in told.err
+    assert "parâmetros" not in told.out, "the base was loaded first"
+    assert (tmp_path / "saida/lora/registro.log").read_bytes() == log
+    assert (tmp_path / "saida/lora/config.yaml").read_bytes() == used
 
 
 def test_other_changes_are_told_on_resume(tmp_path, straight, capsys):
