@@ -25,6 +25,12 @@ def moments_can_leave(config: Config) -> bool:
     return config.training.optimizer not in NOT_SEPARABLE and config.memory.optimizer_in_backward != "yes"
 
 
+def with_needs(values: Mapping[Key, Any]) -> dict[Key, Any]:
+    """What is only of use, or only possible, where blocks are computed again brings that along."""
+    needed = isinstance(values.get(STREAMING), float) or values.get(OFFLOAD) == "yes"
+    return {**values, CHECKPOINTING: "yes"} if needed else dict(values)
+
+
 def with_values(config: Config, values: dict[Key, Any]) -> Config:
     """The config with some options replaced."""
     sections: dict[str, dict[str, Any]] = {}

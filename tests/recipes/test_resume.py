@@ -211,3 +211,16 @@ def test_full_disk_for_an_intermediate_file_or_the_plot_does_not_end_the_run(tmp
     assert final(tmp_path) == expected
     assert len(events(tmp_path / "saida/lora", "not_saved")) == 3
     assert "gráfico da perda não foi gravado" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [("memoria.streaming_blocos=0.5",), ("memoria.descarga_ativacoes=sim",)])
+def test_what_needs_recomputation_brings_it_along_on_a_roomy_card(tmp_path, words):
+    """The plan found room for everything, and the kept one says so; the user asks for streaming all the same."""
+    config = make(tmp_path, treino={"epocas": 2})
+    roomy = ("--vram", "24", "memoria.preset=nenhum")
+    assert run(config, "saida.nome=reto") == 0
+    assert run(config, *roomy, *words) == 0
+    assert run(config, *roomy, "--recomecar", "treino.passos_maximos=2") == 0
+    assert run(config, *roomy, *words, "--retomar") == 0
+    resumed, straight = load_file(tmp_path / "saida/lora/lora.safetensors"), load_file(tmp_path / "saida/reto/reto.safetensors")
+    assert all(torch.allclose(resumed[key], straight[key], atol=1e-4) for key in straight)
