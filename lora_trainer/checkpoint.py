@@ -127,6 +127,15 @@ def latest_step(folder: Path) -> int:
     return int(states[-1].name.rpartition("-")[2]) if states else 0
 
 
+def newest_facts(folder: Path) -> dict[str, Any] | None:
+    """What the newest state was made with, without loading it; None where there is none that can be read."""
+    try:
+        facts = json.loads((_states(folder)[-1] / "state.json").read_text(encoding="utf-8"))["facts"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return facts if isinstance(facts, dict) and isinstance(facts.get("options"), dict) else None
+
+
 def _states(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("passo-*") if path.is_dir() and _NAME.fullmatch(path.name))
 

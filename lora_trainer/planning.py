@@ -17,7 +17,7 @@ from .memory.ask import ask
 from .memory.caching import Encoding
 from .memory.foresee import Foresight, named
 from .memory.kept import fixed_on_resume, plain_values, read_plan, write_plan
-from .memory.options import not_quantized, with_values
+from .memory.options import not_quantized, with_needs, with_values
 from .memory.recover import Rung
 from .picker import Choice
 from .progress import Metrics, Terminal, gib
@@ -54,7 +54,7 @@ class Planning:
         if kept is not None:
             own = {key: self.rung.values[key] for key in self.loaded.settled if key in self.rung.values}
             micro_batch = min(kept.rung.micro_batch, config.training.batch_size)
-            self.rung = Rung({**kept.rung.values, **own}, micro_batch)
+            self.rung = Rung(with_needs({**kept.rung.values, **own}), micro_batch)
             self.facts = dict(kept.foreseen)
         if self.choice.available is not None and not (kept and kept.peak and kept.peak <= self.choice.available):
             self._foresee(source, worst, fixed_on_resume() if kept else frozenset())

@@ -5,7 +5,7 @@ from typing import Any
 
 from .config import names
 from .config.schema import Config
-from .errors import ConfigError, t
+from .errors import ConfigError, language, t
 
 FIXED = ("training.optimizer", "training.use_8bit_optimizer", "training.lora_plus_ratio")
 """Besides all of `model`, options that a run may not change when it resumes."""
@@ -31,17 +31,17 @@ def resume_options(config: Config, seed: int) -> dict[str, Any]:
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """A line for each option that changed; raises ConfigError where the change would spoil the run."""
     changed = [key for key in now if before.get(key) != now[key]]
-    lines = {key: f"{_shown(key)}: {before.get(key)} → {now[key]}" for key in changed}
+    lines = {key: f"{_shown(key)}: {_said(key, before.get(key))} → {_said(key, now[key])}" for key in changed}
     spoiling = "; ".join(lines[key] for key in changed if key.startswith("model.") or key in FIXED)
     if spoiling:
         raise ConfigError(
             t(
-                pt=f"não dá para retomar com outras opções de modelo ({spoiling})",
-                en=f"cannot resume with other options of the model ({spoiling})",
+                pt=f"não dá para retomar com outras opções de modelo ou otimizador ({spoiling})",
+                en=f"cannot resume with other options of model or optimizer ({spoiling})",
             ),
             t(
-                pt="use as mesmas, com o mesmo rank e os mesmos alvos, ou comece de novo com --recomecar",
-                en="keep them, with the same rank and targets, or start over with --restart",
+                pt="volte às de antes, ou comece de novo com --recomecar (a execução antiga é guardada)",
+                en="go back to those before, or start over with --restart (the old run is kept)",
             ),
         )
     return [t(pt=f"mudou desde o estado salvo: {one}", en=f"changed since the saved state: {one}") for one in lines.values()]
@@ -52,6 +52,16 @@ def data_changed() -> str:
         pt="os dados mudaram desde o estado salvo; a ordem daqui em diante é a do conjunto novo",
         en="the data changed since the state was saved; from here on the order is the new set's",
     )
+
+
+def _said(key: str, value: Any) -> Any:
+    """A value as users write it."""
+    if value is None:
+        return t(pt="sem valor", en="unset")
+    if isinstance(value, bool):
+        return t(pt="sim", en="yes") if value else t(pt="nao", en="no")
+    section, _, name = key.partition(".")
+    return names.options()[section, name].word(value, language()) if isinstance(value, str) else value
 
 
 def _shown(key: str) -> str:

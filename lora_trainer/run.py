@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from . import adapters, hardware, optimizers, schedules, training_lora
-from .checkpoint import latest_step
+from .checkpoint import latest_step, newest_facts
 from .config import effective
 from .config.loading import Loaded
 from .errors import Interrupted, UserError, t
@@ -28,6 +28,7 @@ from .picker import Choice, settle
 from .planning import Planning
 from .plot import plot_metrics
 from .progress import Metrics, Phases, Terminal, gib, peak_resident_bytes, write_json
+from .resume import changes, resume_options
 from .run_folder import Lock, RunFolder, check, claim
 from .setup import Setup, Target
 from .tracker import MemoryTracker
@@ -77,6 +78,8 @@ class Run:
         self.read_data()
         self.stop.check()
         self.settle_plan(resume)
+        if resume:
+            self.refuse_other_options()
         self.claim_folder(resume)
         self.remember_facts()
         if resume and self.already_done():
@@ -166,6 +169,11 @@ class Run:
     def within_limit(self) -> AbstractContextManager[object]:
         """A card is capped by its allocator; on the CPU, a tracker keeps an imitated card's limit."""
         return self.tracker or nullcontext()
+
+    def refuse_other_options(self) -> None:
+        """A state that cannot be gone on from is told before anything is encoded or loaded."""
+        if (facts := newest_facts(self.folder.state)) is not None:
+            changes(facts["options"], resume_options(self.config, facts["options"].get("system.seed", 0)))
 
     def claim_folder(self, resume: bool) -> None:
         """Only now: a start that fails on its base or data leaves an earlier run where it was."""

@@ -18,6 +18,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import t
 from ..export import read_tensors
@@ -61,7 +62,20 @@ def check_targets(family: "Family", settings: ModelConfig, formats: Collection[s
         check_initial_file(Path(settings.initial_lora), family, settings, formats)
     model = _skeleton(family, settings)
     paths = find_targets(model, family, settings, formats)
-    return _without_alpha(model, strengths(model, paths, settings), settings) if settings.adapter_kind == "lokr" else []
+    if settings.adapter_kind == "lokr":
+        return _without_alpha(model, strengths(model, paths, settings), settings)
+    return [_unread_dora()] if settings.dora and "kohya" in formats and "diffusers" not in formats else []
+
+
+def _unread_dora() -> str:
+    """No two readers of kohya files agree on DoRA (export/kohya.py); the diffusers layout is exact."""
+    dora, formats = shown("model", "dora"), shown("output", "formats")
+    return t(
+        pt=f"`{dora}` num arquivo kohya não é lido igual por todos: o diffusers ignora o DoRA, o A1111 e o ComfyUI o "
+        f"calculam com outra norma; acrescente diffusers a `{formats}`, formato em que é exato no diffusers",
+        en=f"`{dora}` in a kohya file is not read alike by all: diffusers ignores DoRA, A1111 and ComfyUI compute it with "
+        f"another norm; add diffusers to `{formats}`, a format in which it is exact in diffusers",
+    )
 
 
 def _without_alpha(model: nn.ModuleDict, strong: Mapping[str, Strength], settings: ModelConfig) -> list[str]:

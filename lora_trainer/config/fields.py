@@ -167,7 +167,7 @@ def _text(value: Any) -> Any:
 
 RULE = {"alvo": "target", "rank": "rank", "alfa": "alpha", "taxa": "rate"}
 """Portuguese name -> the name used in code, of what a rule about layers may say."""
-_ABOVE_ZERO = {"rank": (int, 1024), "alpha": (float, 1_000_000), "rate": (float, 1000)}
+_ABOVE_ZERO = {"rank": (int, 1024), "alpha": (float, 1_000_000), "rate": (float, 10)}
 
 
 def _rule(value: Any) -> Any:

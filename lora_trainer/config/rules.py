@@ -19,6 +19,8 @@ from .report import Problem, Where
 from .schema import Config
 
 WITH_8BIT = ("adamw", "adamw8bit", "pagedadamw8bit", "lion8bit")
+NOT_SEPARABLE = ("prodigy", "schedulefree_adamw")
+"""Optimizers with one estimate, or one average of the run, for all parameters."""
 MAX_NAME_BYTES = 120
 OUTPUTS: tuple[Key, ...] = (("data", "cache_dir"), ("output", "dir"))
 """Paths that are written to."""
@@ -63,6 +65,20 @@ class _Conflict:
 
 def _same(one: str | None, other: str | None) -> bool:
     return bool(one and other) and os.path.realpath(str(one)) == os.path.realpath(str(other))
+
+
+def _taken_apart(option: str) -> _Conflict:
+    """An option of `memory` that steps every weight by itself."""
+    return _Conflict(
+        ("memory", option),
+        ("training", "optimizer"),
+        lambda c: getattr(c.memory, option) == "yes" and c.training.optimizer in NOT_SEPARABLE,
+        (
+            "`{first}` não anda com `{second}: {c.training.optimizer}`, que usa uma estimativa comum a todos os pesos",
+            "`{first}` excludes `{second}: {c.training.optimizer}`, which has one estimate for all weights",
+        ),
+        ("use outro otimizador, ou apague `{first}`", "use another optimizer, or delete `{first}`"),
+    )
 
 
 _CONFLICTS = (
@@ -157,6 +173,18 @@ _CONFLICTS = (
             "`{first}` excludes `{second}`, which updates each weight in the middle of the backward pass",
         ),
         ("apague um dos dois", "delete one of the two"),
+    ),
+    _taken_apart("optimizer_offload"),
+    _taken_apart("optimizer_in_backward"),
+    _Conflict(
+        ("memory", "optimizer_in_backward"),
+        ("training", "mixed_precision"),
+        lambda c: c.memory.optimizer_in_backward == "yes" and c.training.mixed_precision == "fp16",
+        (
+            "`{first}` não anda com `{second}: fp16`: um passo com estouro não poderia ser refeito",
+            "`{first}` excludes `{second}: fp16`: a step that overflows could not be made again",
+        ),
+        ("use `{second}: bf16` ou `nao`, ou apague `{first}`", "use `{second}: bf16` or `no`, or delete `{first}`"),
     ),
     _Conflict(
         ("training", "ema"),

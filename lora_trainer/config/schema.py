@@ -163,9 +163,9 @@ class ModelConfig(Section):
     lora_rules: Rules = option(
         [], pt="regras_lora",
         doc_pt="Rank, alfa ou taxa de aprendizado de algumas das camadas, por expressão regular: "
-        "[{alvo: 'attn2', rank: 32, alfa: 16, taxa: 5e-5}]. Vale a primeira regra que combina.",
+        "[{alvo: 'attn2', rank: 32, alfa: 16, taxa: 5e-5}]. De cada um, vale a primeira regra que combina e o diz.",
         doc_en="Rank, alpha or learning rate of some of the layers, by regular expression: "
-        "[{target: 'attn2', rank: 32, alpha: 16, rate: 5e-5}]. The first rule that matches counts.")
+        "[{target: 'attn2', rank: 32, alpha: 16, rate: 5e-5}]. Of each, the first rule that matches and says it counts.")
     train_text_encoder: Boolean = option(
         False, pt="treinar_codificador_texto",
         doc_pt="Treina também um LoRA nos codificadores de texto.", doc_en="Also train a LoRA on the text encoders.")

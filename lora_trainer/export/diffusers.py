@@ -22,8 +22,8 @@ from ._lora import Lora, LoraModule, portable_path
 METADATA_KEY = "lora_adapter_metadata"
 _KEY = re.compile(
     r"(?P<path>.+?)[._](?:"
-    r"(?P<down>lora_A(?:\.default)?\.weight|lora(?:_linear_layer)?\.down\.weight)|"
-    r"(?P<up>lora_B(?:\.default)?\.weight|lora(?:_linear_layer)?\.up\.weight)|"
+    r"(?P<down>lora_(?:A|down)(?:\.default)?\.weight|lora(?:_linear_layer)?\.down\.weight)|"
+    r"(?P<up>lora_(?:B|up)(?:\.default)?\.weight|lora(?:_linear_layer)?\.up\.weight)|"
     r"(?P<magnitude>lora_magnitude_vector(?:\.default)?(?:\.weight)?)|(?P<alpha>alpha))"
 )
 
@@ -65,8 +65,9 @@ def adapter_metadata(lora: Lora) -> dict[str, str]:
 
 
 def unpack(tensors: Mapping[str, Tensor], paths: Iterable[str], metadata: Mapping[str, str]) -> tuple[Lora, list[str]]:
-    """The modules among `paths`, and the file's names that belong to none of them. Old diffusers spellings too."""
-    by_name = {spelling: path for path in paths for spelling in (path, portable_path(path))}
+    """The modules among `paths`, and the file's names that belong to none of them. Old diffusers spellings too, and without
+    the part's name, as peft and DiffSynth save the one model they know."""
+    by_name = {spelling: path for path in paths for spelling in (path, portable_path(path), _bare(path))}
     found: dict[str, dict[str, Tensor]] = {}
     strangers = set()
     for key, tensor in tensors.items():
@@ -86,6 +87,11 @@ def _plain(key: str) -> str:
     """Without what peft puts before it, and with diffusers' word for ComfyUI's (ai-toolkit's `diffusion_model.`)."""
     key = key.removeprefix("base_model.model.")
     return f"transformer.{key.removeprefix('diffusion_model.')}" if key.startswith("diffusion_model.") else key
+
+
+def _bare(path: str) -> str:
+    part, _, rest = path.partition(".")
+    return rest if part in ("unet", "transformer") else path
 
 
 def _modern(path: str) -> str:

@@ -76,7 +76,7 @@ def read_as_float32(
 
 
 def is_kohya(names: Iterable[str]) -> bool:
-    return any(name.startswith(("lora_unet_", "lora_te", "lycoris_")) for name in names)
+    return any(name.startswith(("lora_unet_", "lora_te", "lora_transformer_", "lycoris_")) for name in names)
 
 
 def damaged(path: Path, error: Exception) -> SourceError:
@@ -129,6 +129,14 @@ def differences(file: LoraFile, live: Lora) -> list[str]:
 def name_lines(strangers: Sequence[str], theirs: Collection[str], ours: Collection[str]) -> list[str]:
     """What the file has and the adapter has not, and the other way round."""
     lines = []
+    if halves := sorted(set(strangers) & set(ours)):
+        lines.append(
+            t(
+                pt=f"o arquivo está incompleto: de {len(halves)} módulos só tem uma parte das matrizes ({_sample(halves)})",
+                en=f"the file is incomplete: of {len(halves)} modules it has only some of the matrices ({_sample(halves)})",
+            )
+        )
+        strangers, theirs = [name for name in strangers if name not in halves], {*theirs, *halves}
     if strangers:
         lines.append(
             t(

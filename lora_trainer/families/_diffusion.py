@@ -23,6 +23,8 @@ from ._weights import Component
 
 PROBE_SIDE = 8
 """Latent pixels, each side, of the picture that a reloaded file is tried on."""
+PROBE_TOKENS = 77
+"""Of the caption beside it: the proof should not need more memory than training on short captions did."""
 
 __all__ = ["DiffusionFamily", "NoisePrediction", "Objective", "make_objective"]
 
@@ -97,6 +99,8 @@ class DiffusionFamily(ImageFamily):
         device, generator = compute_device(model), torch.Generator().manual_seed(0)
         batch = self.example_batch(1, (256, 256))
         batch["latents"] = batch["latents"][:, :, :PROBE_SIDE, :PROBE_SIDE]
+        if "prompt_embeds" in batch:
+            batch["prompt_embeds"] = batch["prompt_embeds"][:, :PROBE_TOKENS]
         for name, value in batch.items():
             random = torch.randn(value.shape, generator=generator) if value.is_floating_point() else value
             batch[name] = random.to(device)

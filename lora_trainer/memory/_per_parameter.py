@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config.rules import NOT_SEPARABLE
 from ..config.schema import TrainingConfig
 from ..errors import t
 from ..optimizers import Groups, resolve_name
-from .options import NOT_SEPARABLE
 
 
 class PerParameter(torch.optim.Optimizer):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config.names import Key
+from ..config.rules import NOT_SEPARABLE
 from ..config.schema import Config
 from ..errors import t
 
@@ -17,13 +18,17 @@ EMBEDDINGS: Key = ("memory", "embedding_offload")
 OPTIMIZER_OFFLOAD: Key = ("memory", "optimizer_offload")
 """The same, where the optimizer steps each parameter by itself."""
 SOLVED = (CHECKPOINTING, OPTIMIZER_8BIT, EMBEDDINGS, STREAMING, OFFLOAD, OPTIMIZER_OFFLOAD, QUANTIZATION)
-NOT_SEPARABLE = ("prodigy", "schedulefree_adamw")
-"""Optimizers with one estimate, or one average of the run, for all parameters."""
 
 
 def moments_can_leave(config: Config) -> bool:
     """Whether `optimizer_offload` may be on."""
     return config.training.optimizer not in NOT_SEPARABLE and config.memory.optimizer_in_backward != "yes"
+
+
+def with_needs(values: Mapping[Key, Any]) -> dict[Key, Any]:
+    """What is only of use, or only possible, where blocks are computed again brings that along."""
+    needed = isinstance(values.get(STREAMING), float) or values.get(OFFLOAD) == "yes"
+    return {**values, CHECKPOINTING: "yes"} if needed else dict(values)
 
 
 def with_values(config: Config, values: dict[Key, Any]) -> Config:

@@ -35,6 +35,7 @@ from .options import (
     QUANTIZATION,
     STREAMING,
     moments_can_leave,
+    with_needs,
     with_values,
 )
 from .simulate import Prediction, Shape, simulate_run, simulation_device
@@ -254,7 +255,7 @@ class Planner:
             fixed[key] = own if not free or (a_preset_s and own != "auto" and _tighter(own, value)) else value
             if key == QUANTIZATION and fixed[key] != "no" and self.blocks_stored("no").packed:
                 fixed[key] = "no"  # packed in its file already, and left so (see options.not_quantized)
-        return fixed
+        return with_needs(fixed) if self.free(CHECKPOINTING) else fixed
 
     def free(self, key: Key) -> bool:
         """Whether the option is the planner's to change."""

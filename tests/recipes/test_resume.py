@@ -144,10 +144,16 @@ def test_another_model_is_refused_on_resume(tmp_path, straight, capsys, change):
     config, _ = straight
     assert run(config, "treino.passos_maximos=2") == 0
     (tmp_path / "saida/lora/estado/concluido.json").unlink()
+    log, used = ((tmp_path / "saida/lora" / name).read_bytes() for name in ("registro.log", "config.yaml"))
+    capsys.readouterr()
     assert run(config, "--retomar", change) == 2
-    err = capsys.readouterr().err
-    assert change.partition("=")[0] in err
-    assert "não dá para retomar" in err
+    told = capsys.readouterr()
+    assert change.partition("=")[0] in told.err
+    assert "não dá para retomar" in told.err
+    assert "True" not in told.err
+    assert "parâmetros" not in told.out, "the base was loaded first"
+    assert (tmp_path / "saida/lora/registro.log").read_bytes() == log
+    assert (tmp_path / "saida/lora/config.yaml").read_bytes() == used
 
 
 def test_other_changes_are_told_on_resume(tmp_path, straight, capsys):
@@ -205,3 +211,16 @@ def test_full_disk_for_an_intermediate_file_or_the_plot_does_not_end_the_run(tmp
     assert final(tmp_path) == expected
     assert len(events(tmp_path / "saida/lora", "not_saved")) == 3
     assert "gráfico da perda não foi gravado" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [("memoria.streaming_blocos=0.5",), ("memoria.descarga_ativacoes=sim",)])
+def test_what_needs_recomputation_brings_it_along_on_a_roomy_card(tmp_path, words):
+    """The plan found room for everything, and the kept one says so; the user asks for streaming all the same."""
+    config = make(tmp_path, treino={"epocas": 2})
+    roomy = ("--vram", "24", "memoria.preset=nenhum")
+    assert run(config, "saida.nome=reto") == 0
+    assert run(config, *roomy, *words) == 0
+    assert run(config, *roomy, "--recomecar", "treino.passos_maximos=2") == 0
+    assert run(config, *roomy, *words, "--retomar") == 0
+    resumed, straight = load_file(tmp_path / "saida/lora/lora.safetensors"), load_file(tmp_path / "saida/reto/reto.safetensors")
+    assert all(torch.allclose(resumed[key], straight[key], atol=1e-4) for key in straight)

@@ -84,6 +84,7 @@ CONTRADICTIONS = [
     (("treino.use_otimizador_8bit=sim", "treino.otimizador=prodigy"), "`prodigy` não tem versão de 8 bits"),
     (("dados.diretorio_mascaras=.", "dados.mascara=alfa"), "pede `dados.mascara: arquivos`"),
     (("treino.snr_terminal_zero=sim", "modelo.tipo_predicao=eps"), "só funciona com predição v"),
+    (("memoria.descarga_otimizador=sim", "treino.otimizador=prodigy"), "usa uma estimativa comum a todos os pesos"),
 ]
 
 
@@ -96,6 +97,21 @@ def test_h05_contradictions_name_both_keys(tmp_path: Path, settings: tuple[str, 
     assert "e também linha de comando" in text
     assert "1 problema" in text
     loaded(tmp_path, settings[0] if "mascaras" not in settings[0] else settings[1])
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("treino.otimizador=schedulefree_adamw", "usa uma estimativa comum a todos os pesos"),
+        ("treino.precisao_mista=fp16", "um passo com estouro não poderia ser refeito"),
+    ],
+)
+def test_h05_what_cannot_step_in_the_backward_pass(tmp_path: Path, setting: str, expected: str) -> None:
+    in_backward = ("memoria.otimizador_no_backward=sim", "treino.norma_maxima_gradiente=0")
+    text = problems(tmp_path, *in_backward, setting)
+    assert expected in text
+    assert "e também linha de comando" in text
+    loaded(tmp_path, *in_backward)
 
 
 def test_h05_all_in_one_report_with_other_problems(tmp_path: Path) -> None:

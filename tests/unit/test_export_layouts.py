@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from lora_trainer.adapters import inject
 from lora_trainer.config.schema import ModelConfig
+from lora_trainer.errors import SourceError
 from lora_trainer.export import kohya, read_lora
 from lora_trainer.export.write import save_adapter
 
@@ -165,6 +166,9 @@ OLD_SPELLINGS = {
     "text_encoder.text_model.encoder.layers.0.self_attn.to_q_lora.{}.weight": ("down", "up"),
     "text_encoder.text_model.encoder.layers.1.self_attn.k_proj.lora_linear_layer.{}.weight": ("down", "up"),
     "text_encoder.encoder.layers.0.mlp.fc1.lora_{}.weight": ("A", "B"),
+    "mid_block.attentions.0.transformer_blocks.0.attn1.to_k.lora_{}.default.weight": ("A", "B"),
+    "base_model.model.mid_block.attentions.0.transformer_blocks.0.attn1.to_v.lora_{}.weight": ("A", "B"),
+    "unet.mid_block.attentions.0.transformer_blocks.0.attn2.to_q.lora_{}.weight": ("down", "up"),
 }
 
 
@@ -175,6 +179,16 @@ def test_old_spellings_of_diffusers_and_peft_are_read(tmp_path):
     file = read_lora(tmp_path / "old.safetensors", list(adapter.layers), SD15.export_prefixes())
     assert not file.strangers
     assert len(file.lora) == len(OLD_SPELLINGS)
+
+
+def test_half_a_pair_is_told_as_such(tmp_path):
+    path = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+    save_file({f"{path}.lora_A.weight": torch.ones(2, 2)}, tmp_path / "half.safetensors")
+    adapter = inject(sd15_model(), SD15, ModelConfig(lora_targets=r"mid_block.*attn1\.to_q$"), 0)
+    with pytest.raises(SourceError, match=rf"o arquivo está incompleto: de 1 módulos .*\({path}\)") as caught:
+        adapter.read_fitting(tmp_path / "half.safetensors")
+    assert "não recebem LoRA aqui" not in str(caught.value)
+    assert "faltam no arquivo" not in str(caught.value)
 
 
 def test_the_config_of_a_diffusers_file_is_heeded(tmp_path):

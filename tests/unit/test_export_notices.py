@@ -7,9 +7,10 @@ import pytest
 import torch
 from adapter_models import SD15, perturb, sd15_model
 
-from lora_trainer.adapters import inject
+from lora_trainer.adapters import check_targets, inject
 from lora_trainer.config.loading import Loaded, load
 from lora_trainer.config.schema import ModelConfig
+from lora_trainer.errors import set_language
 from lora_trainer.modality import RunFacts
 from lora_trainer.outputs import ImageOutputs
 from lora_trainer.run_folder import RunFolder
@@ -23,25 +24,38 @@ def loaded(folder: Path, *overrides: str) -> Loaded:
     return load(path, overrides)
 
 
-@pytest.mark.parametrize("formats", ["kohya", "[kohya]"])
-def test_dora_in_kohya_files_alone_is_told(tmp_path, formats):
-    (notice,) = loaded(tmp_path, "modelo.dora=sim", f"saida.formatos={formats}").notices
+class Skeleton:
+    """SD 1.5 of tiny size, before anything is loaded."""
+
+    def __getattr__(self, name):
+        return getattr(SD15, name)
+
+    def load_model(self, device, dtype, *, with_text=False):
+        return sd15_model()
+
+
+def test_dora_in_kohya_files_alone_is_told():
+    (notice,) = check_targets(Skeleton(), ModelConfig(dora=True), ["kohya"])
     assert "o diffusers ignora o DoRA" in notice
     assert "acrescente diffusers a `saida.formatos`" in notice
-    assert "modelo.dora=sim" in notice or "linha de comando" in notice
 
 
-def test_the_same_in_english(tmp_path):
-    (notice,) = loaded(tmp_path, "model.dora=yes", "system.language=en").notices
+def test_the_same_in_english():
+    set_language("en")
+    (notice,) = check_targets(Skeleton(), ModelConfig(dora=True), ["kohya"])
     assert "diffusers ignores DoRA" in notice
     assert "add diffusers to `output.formats`" in notice
 
 
-@pytest.mark.parametrize(
-    "settings", [(), ("modelo.dora=nao",), ("modelo.dora=sim", "saida.formatos=[kohya, diffusers]")]
-)
-def test_no_notice_where_all_is_read(tmp_path, settings):
-    assert loaded(tmp_path, *settings).notices == []
+@pytest.mark.parametrize(("dora", "formats"), [(False, ["kohya"]), (True, ["kohya", "diffusers"]), (True, ["diffusers"])])
+def test_no_notice_where_all_is_read(dora, formats):
+    assert check_targets(Skeleton(), ModelConfig(dora=dora), formats) == []
+
+
+@pytest.mark.parametrize("formats", ["auto", "peft", "diffusers", "kohya"])
+def test_the_config_alone_does_not_know_the_files(tmp_path, formats):
+    """The usual format of transformers is diffusers, of language models peft."""
+    assert loaded(tmp_path, "modelo.dora=sim", f"saida.formatos={formats}").notices == []
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -141,7 +141,8 @@ def test_both_languages_and_lines(tmp_path):
 
 @pytest.mark.parametrize(
     "rule", ["{alvo: a}", "{rank: 4}", "{alvo: a, posto: 4}", "{alvo: a, rank: 0}", "{alvo: a, rank: 2.5}", "{alvo: a, rank: 4096}",
-             "{alvo: a, taxa: -1}", "{alvo: a, taxa: muita}", "{alvo: '', rank: 4}", "attn2", "{alvo: a, target: b, rank: 3}"],
+             "{alvo: a, taxa: -1}", "{alvo: a, taxa: 50}", "{alvo: a, taxa: muita}",
+             "{alvo: '', rank: 4}", "attn2", "{alvo: a, target: b, rank: 3}"],
 )  # fmt: skip
 def test_what_is_no_rule(rule, tmp_path):
     with pytest.raises(ErrorReport) as error:

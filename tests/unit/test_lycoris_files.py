@@ -175,6 +175,17 @@ def test_going_on_from_others_spellings(tmp_path):
     assert not read_lycoris(path, list(adapter.layers), family.export_prefixes(), 1, "loha").strangers
 
 
+@pytest.mark.parametrize("start", ["diffusion_model.", "base_model.model.", "", "lycoris_transformer_", "lora_transformer_"])
+def test_going_on_from_a_transformer_under_others_names(start, tmp_path):
+    """ai-toolkit's, peft's and OneTrainer's words for the one model they know."""
+    rest, name = "layers.0.attention.to_q", "lokr_w1"
+    stem = rest.replace(".", "_") if start.endswith("_") else rest
+    save_file({f"{start}{stem}.{name}": torch.ones(2, 2), f"{start}{stem}.lokr_w2": torch.ones(2, 2)}, tmp_path / "x.safetensors")
+    file = read_lycoris(tmp_path / "x.safetensors", [f"transformer.{rest}"], {"transformer": "lora_unet"}, 2, "lokr")
+    assert list(file.lora) == [f"transformer.{rest}"]
+    assert not file.strangers
+
+
 @pytest.mark.parametrize(
     ("asked", "told"),
     [

@@ -191,6 +191,13 @@ def test_what_the_user_wrote_stays(make: Make, known: dict[str, int], written: d
                 assert (candidate.values[STREAMING], candidate.values[OFFLOAD]) == ("no", "no")
 
 
+@pytest.mark.parametrize("written", [{STREAMING: 0.5}, {OFFLOAD: "yes"}])
+def test_what_the_user_wrote_brings_recomputation_along(make: Make, written: dict[Key, Any]) -> None:
+    """Also where there is all the room in the world: without it, streamed weights are gone before the backward pass."""
+    for available in (1 << 40, None):
+        assert solved(make(available, written=written)).values == {**NOTHING, **written, CHECKPOINTING: "yes"}
+
+
 def test_auto_is_not_an_answer(make: Make, known: dict[str, int]) -> None:
     written = dict.fromkeys((CHECKPOINTING, STREAMING, OFFLOAD), "auto")
     assert solved(make(known["nothing"], written=written)).values == NOTHING

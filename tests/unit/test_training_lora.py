@@ -86,20 +86,33 @@ def test_it_is_the_merged_base_and_comes_off(tmp_path, name):
     assert not any("training_branch" in key for key in model.state_dict())
 
 
+WORDS = {
+    "diffusers": ("transformer.", "lora_A", "lora_B"),
+    "comfyui": ("diffusion_model.", "lora_A", "lora_B"),
+    "peft": ("base_model.model.", "lora_A", "lora_B"),
+    "DiffSynth": ("", "lora_A.default", "lora_B.default"),
+    "lightx2v": ("", "lora_down", "lora_up"),
+}
+"""Who writes files so -> what stands before diffusers' name of a module, and the words for the two matrices."""
+
+
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("layout", ["diffusers", "comfyui", "alpha", "kohya", "original"])
+@pytest.mark.parametrize("layout", [*WORDS, "lora_unet", "lora_transformer", "kohya", "original"])
 def test_every_layout_is_read(tmp_path, name, layout):
     from lora_trainer.export import LoraModule
     from lora_trainer.export.fused import pack
 
     lora, family = deltas(name), opened(name)
     path = tmp_path / "x.safetensors"
-    if layout in ("diffusers", "comfyui"):
-        write(path, lora, "transformer." if layout == "diffusers" else "diffusion_model.")
-    elif layout == "alpha":  # kohya's words on diffusers' modules, unfused, as musubi-tuner writes them
+    if layout in WORDS:
+        prefix, down_word, up_word = WORDS[layout]
+        write(path, lora, prefix)
+        renamed = {key.replace("lora_A", down_word).replace("lora_B", up_word): v for key, v in load_file(path).items()}
+        save_file(renamed, path)
+    elif layout.startswith("lora_"):  # kohya's words on diffusers' modules, unfused, as musubi-tuner and OneTrainer write them
         tensors = {}
         for name_, (down, up) in lora.items():
-            key = f"lora_unet_{name_.removeprefix('transformer.').replace('.', '_')}"
+            key = f"{layout}_{name_.removeprefix('transformer.').replace('.', '_')}"
             tensors |= {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": 2 * up, f"{key}.alpha": torch.tensor(1.5)}
         save_file(tensors, path)
     else:

@@ -11,6 +11,7 @@ from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.errors import ConfigError, SourceError
 from lora_trainer.families import resolve
 from lora_trainer.families._transformer import TransformerFamily
+from lora_trainer.tracker import MemoryTracker
 
 CPU = torch.device("cpu")
 
@@ -99,6 +100,22 @@ def test_captions_encoded_while_training(name):
     [ids], [embeds] = family.tokenize(["a cat"]), family.encode_text(model, ["a cat"])
     losses = [family.loss(model, {**batch, **{k: v[None] for k, v in text.items()}}).item() for text in (ids, embeds)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_the_proof_of_a_file_needs_no_more_than_a_step_on_a_short_caption(name):
+    family = opened(bases.plain(name))
+    family.configure(TrainingConfig(), DataConfig())
+    model = family.load_model(torch.device("cpu"), torch.float32)
+    batch = family.example_batch(1, (128, 128))
+    batch["prompt_embeds"] = batch["prompt_embeds"][:, :96]
+    peaks = []
+    for forward in (lambda: family.probe(model), lambda: family.loss(model, batch)):
+        with MemoryTracker(record=False) as tracker:
+            forward()
+        peaks.append(tracker.peak)
+    assert peaks[0] <= 1.1 * peaks[1]
 
 
 @pytest.mark.parametrize("name", NAMES)
