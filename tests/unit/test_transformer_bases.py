@@ -9,7 +9,7 @@ from helpers.bases import KINDED, LOSSY, NAMES, STORED, weights, written
 
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.errors import ConfigError, SourceError
-from lora_trainer.families import resolve
+from lora_trainer.families import family_class, resolve
 from lora_trainer.families._transformer import TransformerFamily
 
 CPU = torch.device("cpu")
@@ -85,6 +85,8 @@ def test_options_of_other_families_are_refused(name):
             opened(bases.plain(name), **option)
     with pytest.raises(ConfigError, match="maximo_tokens"):
         resolve(ModelConfig(**bases.plain(name)), DataConfig(max_caption_tokens=75))
+    for tokens in family_class(name).caption_tokens:  # all that the message offers can be written
+        assert DataConfig(max_caption_tokens=tokens).max_caption_tokens == tokens
 
 
 @pytest.mark.parametrize("name", NAMES)
