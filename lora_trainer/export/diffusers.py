@@ -13,6 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -65,8 +66,9 @@ def adapter_metadata(lora: Lora) -> dict[str, str]:
 
 
 def unpack(tensors: Mapping[str, Tensor], paths: Iterable[str], metadata: Mapping[str, str]) -> tuple[Lora, list[str]]:
-    """The modules among `paths`, and the file's names that belong to none of them. Old diffusers spellings too."""
-    by_name = {spelling: path for path in paths for spelling in (path, portable_path(path))}
+    """The modules among `paths`, and the file's names that belong to none of them. Old diffusers spellings too, and names
+    without the part's, of trainers that know but one (DiffSynth's, peft's own of a bare transformer)."""
+    by_name = {spelling: path for path in paths for spelling in (path, portable_path(path), _without_part(path))}
     found: dict[str, dict[str, Tensor]] = {}
     strangers = set()
     for key, tensor in tensors.items():
@@ -88,6 +90,11 @@ def _plain(key: str) -> str:
     return f"transformer.{key.removeprefix('diffusion_model.')}" if key.startswith("diffusion_model.") else key
 
 
+def _without_part(path: str) -> str:
+    part, _, rest = path.partition(".")
+    return rest if part in ("unet", "transformer") else path
+
+
 def _modern(path: str) -> str:
     """`attn1.processor.to_out` -> `attn1.to_out.0`; `self_attn.to_q` -> `self_attn.q_proj`."""
     if ".processor." in path:
@@ -100,12 +107,21 @@ def _read_config(metadata: Mapping[str, str]) -> dict[str, Any]:
     return json.loads(metadata[METADATA_KEY]) if METADATA_KEY in metadata else {}
 
 
+def with_peft_config(metadata: Mapping[str, str], config: Path, paths: Iterable[str]) -> dict[str, str]:
+    """What peft's own folders tell of alpha beside the file, said as diffusers' metadata says it."""
+    if METADATA_KEY in metadata or not config.is_file():
+        return dict(metadata)
+    told = json.loads(config.read_text(encoding="utf-8"))
+    parts = {path.partition(".")[0] for path in paths}
+    return {**metadata, METADATA_KEY: json.dumps({f"{part}.{key}": told[key] for part in parts for key in told})}
+
+
 def _module(path: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> LoraModule:
     part, _, rest = path.partition(".")
     rank = int(parts["down"].shape[0])
     alpha = float(config.get(f"{part}.lora_alpha") or rank)
     for pattern, value in (config.get(f"{part}.alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", rest):
+        if re.match(rf"(.*\.)?({pattern})$", rest) or re.match(rf"({pattern})$", path):
             alpha = float(value)
     if "alpha" in parts:
         alpha = float(parts["alpha"])

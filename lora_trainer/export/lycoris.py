@@ -164,8 +164,10 @@ def kind_of(names: Iterable[str]) -> str:
 def _spellings(path: str, prefixes: Mapping[str, str]) -> list[str]:
     part, _, rest = path.partition(".")
     own = [path, portable_path(path), kohya_name(path, prefixes), kohya.module_name(path, prefixes)]
+    if part not in ("unet", "transformer"):
+        return own
     flat = rest.replace(".", "_")
-    return own + ([f"lycoris_{flat}"] if part == "unet" else [f"lora_transformer_{flat}"] if part == "transformer" else [])
+    return [*own, f"lycoris_{flat}" if part == "unet" else f"lora_transformer_{flat}", f"diffusion_model.{rest}", rest]
 
 
 def _finder(spelled: Mapping[str, str], layers_per_block: int) -> Callable[[str], str | None]:
