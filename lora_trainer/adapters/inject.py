@@ -61,7 +61,19 @@ def check_targets(family: "Family", settings: ModelConfig, formats: Collection[s
         check_initial_file(Path(settings.initial_lora), family, settings, formats)
     model = _skeleton(family, settings)
     paths = find_targets(model, family, settings, formats)
-    return _without_alpha(model, strengths(model, paths, settings), settings) if settings.adapter_kind == "lokr" else []
+    notices = _without_alpha(model, strengths(model, paths, settings), settings) if settings.adapter_kind == "lokr" else []
+    return [*notices, *([_unread_dora()] if settings.dora and "kohya" in formats and "diffusers" not in formats else [])]
+
+
+def _unread_dora() -> str:
+    """No two readers of kohya files agree on DoRA (export/kohya.py); the diffusers layout is exact."""
+    dora, formats = shown("model", "dora"), shown("output", "formats")
+    return t(
+        pt=f"{dora} num arquivo kohya não é lido igual por todos: o diffusers ignora o DoRA, o A1111 e o ComfyUI o calculam com "
+        f"outra norma; acrescente diffusers a {formats}, formato em que é exato no diffusers",
+        en=f"{dora} in a kohya file is not read alike by all: diffusers ignores DoRA, A1111 and ComfyUI compute it with another "
+        f"norm; add diffusers to {formats}, a format in which it is exact in diffusers",
+    )
 
 
 def _without_alpha(model: nn.ModuleDict, strong: Mapping[str, Strength], settings: ModelConfig) -> list[str]:

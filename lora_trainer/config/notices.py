@@ -11,8 +11,8 @@ from .schema import Config
 
 SIDE_MULTIPLE = 64
 """Image sides of SD 1.x/2.x/SDXL: 8 (VAE) x 2^3 (UNet levels)."""
-SAMPLE_MULTIPLE = 8
-"""Preview sides: the UNet pads odd latents by itself when it only runs forward, so the VAE's 8 is enough."""
+SAMPLE_MULTIPLE = 32
+"""Preview sides: what every family can draw. Tokens of transformers are 16 or 32 pixels wide; UNets would take 8."""
 
 
 @dataclass(frozen=True)
@@ -82,27 +82,7 @@ def without_effect(facts: Facts) -> list[str]:
             en=f"`{entry.written}` has no effect without `{other}`",
         )
         notices.append(f"{entry.where.origin()}: {effect}")
-    return notices + _unread_dora(facts)
-
-
-def _unread_dora(facts: Facts) -> list[str]:
-    """No two readers of kohya files agree on DoRA (export/kohya.py); the diffusers layout is exact."""
-    dora, formats = ("model", "dora"), ("output", "formats")
-    if not facts.config.model.dora or "diffusers" in facts.config.output.formats:
-        return []
-    where = facts.where(dora)
-    place = f"{where.origin()}: " if where else ""
-    return [
-        place
-        + t(
-            pt=f"`{facts.name(dora)}` num arquivo kohya não é lido igual por todos: o diffusers ignora o DoRA, o A1111 e "
-            f"o ComfyUI o calculam com outra norma; acrescente diffusers a `{facts.name(formats)}`, formato em que "
-            "é exato no diffusers",
-            en=f"`{facts.name(dora)}` in a kohya file is not read alike by all: diffusers ignores DoRA, A1111 and ComfyUI "
-            f"compute it with another norm; add diffusers to `{facts.name(formats)}`, a format in which it is exact "
-            "in diffusers",
-        )
-    ]
+    return notices
 
 
 def rounded(facts: Facts) -> tuple[Config, dict[Key, str], list[str]]:
