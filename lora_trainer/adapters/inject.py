@@ -18,6 +18,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import t
 from ..export import read_tensors

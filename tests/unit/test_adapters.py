@@ -507,4 +507,4 @@ def test_targets_are_checked_before_loading():
 def test_dora_is_told_of_where_a_kohya_file_stands_alone(formats, told):
     """Not where `auto` means the diffusers layout, as in transformer families."""
     settings = ModelConfig(dora=True)
-    assert [" DoRA" in notice for notice in check_targets(trained("sd15", dora=True)[2], settings, formats)] == [True] * told
+    assert [" DoRA" in notice for notice in check_targets(Closed("sd15"), settings, formats)] == [True] * told
