@@ -323,6 +323,7 @@ def _incomplete(component: Component, missing: list[str], misshapen: list[str], 
         return listed + (t(pt=f" e mais {len(names) - 4}", en=f" and {len(names) - 4} more") if len(names) > 4 else "")
 
     problems = []
+    missing, misshapen, unreadable = (list(dict.fromkeys(names)) for names in (missing, misshapen, unreadable))  # parts of one
     if missing:
         problems.append(
             t(

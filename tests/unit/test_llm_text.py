@@ -225,6 +225,14 @@ def test_the_tokenizer_is_found_and_tried(tmp_path):
         find_llm_tokenizer(base, str(tmp_path / "bare"), "tokenizer", QWEN3_PLACES, "Qwen3")
 
 
+def test_a_tokenizer_folder_without_one_is_refused(tmp_path):
+    """Not looked for elsewhere: neither in the base's folder nor, for half a minute, on the network."""
+    write_qwen_tokenizer(tmp_path / "base" / "tokenizer")
+    base = Source(tmp_path / "base", "folder", "modelo_base")
+    with pytest.raises(SourceError, match=r"não tem tokenizer\.json"):
+        find_llm_tokenizer(base, str(tmp_path), "tokenizer", QWEN3_PLACES, "Qwen3")
+
+
 def test_without_a_tokenizer_one_message_says_what_to_do(tmp_path):
     base = Source(tmp_path / "x.safetensors", "file", "modelo_base")
     with pytest.raises(SourceError, match="vocabulário do Qwen3") as error:
