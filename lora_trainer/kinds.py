@@ -122,6 +122,13 @@ class Part:
         return number
 
 
+def find_part(header: Header, name: str) -> Part | None:
+    """The component that has the tensor `name`, whatever its names begin with in this file: the longest such start, which is
+    ComfyUI's where a file has several."""
+    starts = [key.removesuffix(name) for key in header if key == name or key.endswith(f".{name}")]
+    return Part(header, max(starts, key=len)) if starts else None
+
+
 def find_unet(header: Header) -> Part | None:
     """The UNet in the original layout, the averaged copy only where there is no other."""
     for prefix in UNET_PREFIXES:

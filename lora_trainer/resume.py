@@ -11,6 +11,11 @@ FIXED = ("training.optimizer", "training.use_8bit_optimizer", "training.lora_plu
 """Besides all of `model`, options that a run may not change when it resumes."""
 FREE = ("epochs", "max_steps", "validate_every", "gradient_checkpointing")
 """Options of `training` that change nothing of what was trained so far."""
+DATA = (
+    "resolution", "max_caption_tokens", "caption_dropout", "flip", "mask", "unmasked_weight", "prior_weight",
+    "loss_on", "chat_template",
+)  # fmt: skip
+"""Options of `data` that change what is learned, and leave the list of examples as it was."""
 PATHS = {
     "base_model", "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "architecture", "initial_lora",
     "training_lora",
@@ -25,12 +30,13 @@ def resume_options(config: Config, seed: int) -> dict[str, Any]:
     flat |= {f"training.{name}": value for name, value in training.items()}
     flat["memory.base_quantization"] = config.memory.base_quantization
     flat["model.training_lora"] = config.model.training_lora and Path(config.model.training_lora).name
-    return {**flat, "system.seed": seed, "data.resolution": list(config.data.resolution)}
+    data = config.data.model_dump(mode="json", include=set(DATA))
+    return {**flat, "system.seed": seed, **{f"data.{name}": data[name] for name in DATA}}
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """A line for each option that changed; raises ConfigError where the change would spoil the run."""
-    changed = [key for key in now if before.get(key) != now[key]]
+    changed = [key for key in now if before.get(key, now[key]) != now[key]]  # a state of an older version knows fewer options
     lines = {key: f"{_shown(key)}: {_said(key, before.get(key))} → {_said(key, now[key])}" for key in changed}
     spoiling = "; ".join(lines[key] for key in changed if key.startswith("model.") or key in FIXED)
     if spoiling:

@@ -62,9 +62,8 @@ def check_targets(family: "Family", settings: ModelConfig, formats: Collection[s
         check_initial_file(Path(settings.initial_lora), family, settings, formats)
     model = _skeleton(family, settings)
     paths = find_targets(model, family, settings, formats)
-    if settings.adapter_kind == "lokr":
-        return _without_alpha(model, strengths(model, paths, settings), settings)
-    return [_unread_dora()] if settings.dora and "kohya" in formats and "diffusers" not in formats else []
+    notices = _without_alpha(model, strengths(model, paths, settings), settings) if settings.adapter_kind == "lokr" else []
+    return [*notices, *([_unread_dora()] if settings.dora and "kohya" in formats and "diffusers" not in formats else [])]
 
 
 def _unread_dora() -> str:

@@ -16,7 +16,7 @@ from ..config import names, presets
 from ..config.loading import Loaded, load
 from ..errors import ConfigError, language, t
 from ..hardware import Precision, choose_precision
-from ..memory.advice import cause_title, does_not_fit, explain, phase_title
+from ..memory.advice import CACHING, cause_title, does_not_fit, explain, phase_title
 from ..memory.ask import ask
 from ..memory.foresee import Foresight, Tried, named
 from ..memory.options import QUANTIZATION, not_quantized, with_values
@@ -299,7 +299,8 @@ def _column(cause: str) -> str:
 def _below_table(planned: Planned) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     before = planned.found.values
-    batch, peak = planned.loaded.config.training.batch_size, planned.found.peak
+    batch = planned.loaded.config.training.batch_size
+    peak = max(phase.total for name, phase in planned.found.phases.items() if name not in CACHING)  # the rungs are of training
     for one in planned.found.below:
         changed = {key: value for key, value in one.values.items() if before.get(key) != value}
         change = _short(changed)

@@ -11,8 +11,8 @@ from .schema import Config
 
 SIDE_MULTIPLE = 64
 """Image sides of SD 1.x/2.x/SDXL: 8 (VAE) x 2^3 (UNet levels)."""
-SAMPLE_MULTIPLE = 8
-"""Preview sides: the UNet pads odd latents by itself when it only runs forward, so the VAE's 8 is enough."""
+SAMPLE_MULTIPLE = 32
+"""Preview sides: what every family can draw. Tokens of transformers are 16 or 32 pixels wide; UNets would take 8."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -106,12 +107,21 @@ def _read_config(metadata: Mapping[str, str]) -> dict[str, Any]:
     return json.loads(metadata[METADATA_KEY]) if METADATA_KEY in metadata else {}
 
 
+def with_peft_config(metadata: Mapping[str, str], config: Path, paths: Iterable[str]) -> dict[str, str]:
+    """What peft's own folders tell of alpha beside the file, said as diffusers' metadata says it."""
+    if METADATA_KEY in metadata or not config.is_file():
+        return dict(metadata)
+    told = json.loads(config.read_text(encoding="utf-8"))
+    parts = {path.partition(".")[0] for path in paths}
+    return {**metadata, METADATA_KEY: json.dumps({f"{part}.{key}": told[key] for part in parts for key in told})}
+
+
 def _module(path: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> LoraModule:
     part, _, rest = path.partition(".")
     rank = int(parts["down"].shape[0])
     alpha = float(config.get(f"{part}.lora_alpha") or rank)
     for pattern, value in (config.get(f"{part}.alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", rest):
+        if re.match(rf"(.*\.)?({pattern})$", rest) or re.match(rf"({pattern})$", path):
             alpha = float(value)
     if "alpha" in parts:
         alpha = float(parts["alpha"])

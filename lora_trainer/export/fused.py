@@ -112,23 +112,35 @@ def unpack(tensors: Mapping[str, Tensor], paths: Iterable[str], slots: Slots) ->
     return lora, strangers
 
 
-_COMFYUI = re.compile(r"diffusion_model\.(?P<name>.+)\.(?:(?P<down>lora_A|lora_down)|(?P<up>lora_B|lora_up)|alpha)(?:\.weight)?")
+_COMFYUI = re.compile(
+    r"(?:base_model\.model\.)?(?:diffusion_model\.)?(?P<name>.+)\."
+    r"(?:(?P<down>lora_A|lora_down)|(?P<up>lora_B|lora_up)|alpha)(?:\.default)?(?:\.weight)?"
+)
+OTHER_PREFIXES = ("lycoris_", "lora_transformer_")
+"""SimpleTuner's and OneTrainer's, for what is `lora_unet_` in kohya files."""
 
 
 def respelled(tensors: Mapping[str, Tensor], paths: Iterable[str], slots: Slots) -> dict[str, Tensor]:
-    """A file with the original's names in ComfyUI's spelling, `diffusion_model.….qkv.lora_A.weight`, in kohya's; others as
-    they are. Some layers are called the same in the original and in diffusers: one that is not tells."""
+    """A file with the original's names in ComfyUI's spelling, `diffusion_model.….qkv.lora_A.weight` (or without the first
+    word, as Black Forest Labs'), in kohya's; and one of other trainers' flattened names. Others as they are. Some layers are
+    called the same in the original and in diffusers: one that is not tells."""
     paths = list(paths)
+    tensors = {_with_kohyas_prefix(key): tensor for key, tensor in tensors.items()}
     ours, theirs = {path.partition(".")[2] for path in paths}, _by_name((path for path in paths if slots(path)), slots)
     found = {key: match for key in tensors if (match := _COMFYUI.fullmatch(key))}
     names = {key: f"lora_unet_{match['name'].replace('.', '_')}" for key, match in found.items()}
     if not any(names[key] in theirs and match["name"] not in ours for key, match in found.items()):
-        return dict(tensors)
+        return tensors
 
     def spelled(key: str, match: re.Match[str]) -> str:
         return f"{names[key]}.{'lora_down.weight' if match['down'] else 'lora_up.weight' if match['up'] else 'alpha'}"
 
     return {spelled(key, found[key]) if key in found else key: tensor for key, tensor in tensors.items()}
+
+
+def _with_kohyas_prefix(key: str) -> str:
+    prefix = next((prefix for prefix in OTHER_PREFIXES if key.startswith(prefix)), None)
+    return f"lora_unet_{key.removeprefix(prefix)}" if prefix else key
 
 
 def split(whole: LoraModule, rows: tuple[int, ...]) -> list[LoraModule]:

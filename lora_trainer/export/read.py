@@ -53,6 +53,8 @@ def read_lora(
     """`paths`: the module paths the model can take; `prefixes`: part -> kohya prefix; `slots`: of fused.py."""
     tensors, metadata = read_as_float32(path, lambda stored: refuse_other_kinds(stored, path))
     try:
+        if any(key.startswith("base_model.") for key in tensors):
+            metadata = diffusers.with_peft_config(metadata, path.with_name("adapter_config.json"), paths)
         tensors = tensors if slots is None else fused.respelled(tensors, paths, slots)
         if slots is not None and is_kohya(tensors):
             lora, strangers = fused.unpack(tensors, [path for path in paths if slots(path)], slots)

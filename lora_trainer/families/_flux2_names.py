@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..kinds import Part
-from ._flux_names import PREFIXES, Original
+from ..kinds import Part, find_part
+from ._flux_names import Original
 from ._single_file import locate_same
 from ._weights import Locate, Piece
 
@@ -56,12 +56,6 @@ def original(layer: str, width: int) -> Original | None:
     return Original(f"{start}.{known}") if known else None
 
 
-def find_part(header: Any) -> Part | None:
-    """The transformer inside a single file in the original layout."""
-    parts = [Part(header, prefix) for prefix in PREFIXES]
-    return next((part for part in parts if "double_stream_modulation_img.lin.weight" in part), None)
-
-
 def locate(part: Part, width: int) -> Locate:
     """Module name -> key, for a file in the original layout; norms are `scale`, in ComfyUI's newer files `weight`."""
 
@@ -78,12 +72,13 @@ def locate(part: Part, width: int) -> Locate:
 
 def derive(header: Any, standard: Mapping[str, Any]) -> tuple[dict[str, Any], Locate]:
     """Config and places of a transformer in a single file, with Black Forest Labs' names or diffusers'."""
-    if part := find_part(header):
+    if original_part := find_part(header, "double_stream_modulation_img.lin.weight"):
+        part = original_part
         double, single, image, text, time = "double_blocks", "single_blocks", "img_in", "txt_in", "time_in.in_layer"
         guidance, mlp, qkv, linear1 = "guidance_in.in_layer", "img_mlp.2", "img_attn.qkv", "linear1"
         norms = ["img_attn.norm.query_norm.scale", "img_attn.norm.query_norm.weight"]
     else:
-        part = next(p for p in (Part(header, prefix) for prefix in PREFIXES) if "x_embedder.weight" in p)
+        part = find_part(header, "x_embedder.weight") or Part(header, "")
         double, single, image, text = "transformer_blocks", "single_transformer_blocks", "x_embedder", "context_embedder"
         time, guidance = (f"time_guidance_embed.{name}_embedder.linear_1" for name in ("timestep", "guidance"))
         mlp, qkv, linear1, norms = "ff.linear_out", "attn.to_q", "attn.to_qkv_mlp_proj", ["attn.norm_q.weight"]
@@ -102,7 +97,7 @@ def derive(header: Any, standard: Mapping[str, Any]) -> tuple[dict[str, Any], Lo
         "guidance_embeds": f"{guidance}.weight" in part,
         "axes_dims_rope": [head // 4] * 4,
     }
-    if find_part(header):
+    if original_part:
         return config, locate(part, width)
     prefix = part.prefix
     return config, lambda name: [Piece(prefix + piece.key) for piece in locate_same(name)]

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..kinds import Part
+from ..kinds import Part, find_part
 from ._single_file import locate_same
 from ._weights import Locate, Piece
 
-PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
 _OUTSIDE = {
     "time_text_embed.timestep_embedder.linear_1": "time_in.in_layer",
     "time_text_embed.timestep_embedder.linear_2": "time_in.out_layer",
@@ -88,12 +87,6 @@ def is_scale(name: str) -> bool:
     return name.endswith(("query_norm", "key_norm")) or ".norms." in name
 
 
-def find_part(header: Any) -> Part | None:
-    """The transformer inside a single file in the original layout."""
-    parts = [Part(header, prefix) for prefix in PREFIXES]
-    return next((part for part in parts if "double_blocks.0.img_attn.qkv.weight" in part), None)
-
-
 def locate(part: Part, width: int) -> Locate:
     """Module name -> key, for a file in the original layout."""
 
@@ -112,12 +105,13 @@ def derive(header: Any, standard: Mapping[str, Any]) -> tuple[dict[str, Any], Lo
 
     `standard` is the released model's config: what it does not name, its class does not have.
     """
-    if part := find_part(header):
+    if original_part := find_part(header, "double_blocks.0.img_attn.qkv.weight"):
+        part = original_part
         names = ("double_blocks", "single_blocks", "img_in", "txt_in", "vector_in.in_layer", "guidance_in.in_layer")
         norm, qkv = "double_blocks.0.img_attn.norm.query_norm.scale", "img_attn.qkv"
         single, deep = "linear1", "in_layer"
     else:
-        part = next(p for p in (Part(header, prefix) for prefix in PREFIXES) if "x_embedder.weight" in p)
+        part = find_part(header, "x_embedder.weight") or Part(header, "")
         names = (
             "transformer_blocks", "single_transformer_blocks", "x_embedder", "context_embedder",
             "time_text_embed.text_embedder.linear_1", "time_text_embed.guidance_embedder.linear_1",
@@ -144,7 +138,7 @@ def derive(header: Any, standard: Mapping[str, Any]) -> tuple[dict[str, Any], Lo
         "approximator_layers": part.count(f"distilled_guidance_layer.layers.{{}}.{deep}.weight"),
     }
     config = dict(standard) | {name: value for name, value in derived.items() if name in standard}
-    if find_part(header):
+    if original_part:
         return config, locate(part, width)
     prefix = part.prefix
     return config, lambda name: [Piece(prefix + piece.key) for piece in locate_same(name)]

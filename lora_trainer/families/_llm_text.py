@@ -19,6 +19,7 @@ Only the body is ever built, of transformers' own layers: no logits, no vision t
 are ComfyUI's (fp8 with any companions), transformers folders and llama.cpp's GGUF. Left out: nvfp4 files.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -77,7 +78,9 @@ def language_slot(
 
     def describe(tensors: Part, standard: Config) -> tuple[Config, Locate]:
         _check_kind(tensors, model, title, what)
-        return _derive(tensors, standard), locate(model, tensors, standard)
+        config = _derive(tensors, standard)
+        _check_whole(tensors, config, standard, layers, what)
+        return config, locate(model, tensors, standard)
 
     return Slot(
         part, Kind.LANGUAGE_MODEL, title, prefixes, lambda config: build(config, model, layers, what, normed), describe,
@@ -194,9 +197,7 @@ def _derive(part: Part, standard: Config) -> Config:
         return (_shape(part, name) or (1,))[0]
 
     vocabulary, width = _shape(part, "embed_tokens.weight") or (1, 1)
-    layers, head, attention = 0, _head_dim(part, standard), "layers.0.self_attn"
-    while _shape(part, f"layers.{layers}.input_layernorm.weight"):
-        layers += 1
+    layers, head, attention = _count_layers(part), _head_dim(part, standard), "layers.0.self_attn"
     layers += _shape(part, "norm.weight") is None  # cut off after the last state that is used (Mistral for FLUX.2)
     config = text_config(standard)
     config.pop("layer_types", None)
@@ -206,6 +207,26 @@ def _derive(part: Part, standard: Config) -> Config:
         "num_key_value_heads": max(1, rows(f"{attention}.k_proj.weight") // head),
         "intermediate_size": rows("layers.0.mlp.gate_proj.weight"),
     }  # fmt: skip
+
+
+def _count_layers(part: Part) -> int:
+    layers = 0
+    while _shape(part, f"layers.{layers}.input_layernorm.weight"):
+        layers += 1
+    return layers
+
+
+def _check_whole(part: Part, config: Config, standard: Config, layers: Sequence[int], what: str) -> None:
+    """Layers counted from the end would be others in a file that has a gap, or is the first of several shards."""
+    counted, usual = _count_layers(part), text_config(standard)
+    starts = "|".join(re.escape(part.prefix + start) for start in STARTS)
+    number = re.compile(rf"(?:{starts})layers\.(\d+)\.|{re.escape(part.prefix)}blk\.(\d+)\.")
+    last = max((int(found[1] or found[2]) for key in part.header if (found := number.match(key))), default=-1)
+    if last >= counted:
+        raise _too_shallow(counted, last + 1, what)
+    few = config["hidden_size"] == usual["hidden_size"] and config["num_hidden_layers"] < usual["num_hidden_layers"]
+    if min(layers) < 0 and few:
+        raise _too_shallow(config["num_hidden_layers"], usual["num_hidden_layers"], what)
 
 
 def _check_kind(part: Part, wanted: str, title: str, what: str) -> None:

@@ -48,6 +48,8 @@ def find_llm_tokenizer(source: Source, folder: str | None, sub: str, places: Seq
     for place in own:
         if is_vocabulary(place):
             return _load(place)
+        if folder and place == Path(folder):
+            raise _no_vocabulary(folder, places[0][0])
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     for repo, inside in places:
@@ -73,6 +75,20 @@ def find_llm_tokenizer(source: Source, folder: str | None, sub: str, places: Seq
             shown("model", "tokenizer"),
         ) from error
     return _load(files[0].parent)
+
+
+def _no_vocabulary(folder: str, repo: str) -> SourceError:
+    return SourceError(
+        t(
+            pt=f"{folder} não tem tokenizer.json, nem vocab.json e merges.txt",
+            en=f"{folder} has no tokenizer.json, nor vocab.json and merges.txt",
+        ),
+        t(
+            pt=f"ponha ali {' e '.join(FILES)} de {repo}, ou apague a chave",
+            en=f"put {' and '.join(FILES)} of {repo} there, or remove the key",
+        ),
+        shown("model", "tokenizer"),
+    )
 
 
 def _load(folder: Path) -> Any:

@@ -5,7 +5,8 @@ GGUF), and text encoders and VAE in files of their own, as ComfyUI keeps them. E
 the wrong slot is refused by what it is, and what is missing is asked for in one message.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -163,8 +164,11 @@ def open_parts(
             missing.append(slot)
     if missing:
         raise _missing(source, missing)
-    for component in components.values():
-        component.used_keys()
+    few_layers = {slot.part for slot in slots if slot.kind in (Kind.LANGUAGE_MODEL, Kind.VISION_LANGUAGE)}
+    for part, component in components.items():
+        used = component.used_keys()
+        if part not in few_layers and component.has_weights:
+            _refuse_unread_layers(component, used)
     scheduler = architecture.given(settings.architecture, "scheduler") or source.config("scheduler")
     notices = [_kept_notice(components["transformer"])] if components["transformer"].has_weights else []
     return Networks(components, scheduler or architecture.shipped(release, "scheduler"), [n for n in notices if n])
@@ -230,6 +234,33 @@ class _Opener:
         stored = slot.part != "vae"
         made = Component(slot.part, _ours(config), slot.build, weights, locate, what, as_stored=stored)
         return replace(made, float32=slot.float32)
+
+
+_COUNTS = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers", "num_hidden_layers", "approximator_layers")
+"""In the configs of transformers and encoders. Of a language model, only the layers whose states are wanted are read."""
+
+
+def _refuse_unread_layers(component: Component, used: Collection[str]) -> None:
+    """Layers are counted up to the first gap: a tensor lost there must not make a smaller network that passes for whole."""
+    numbered = {_NUMBER.sub(".N", key) for key in used}
+    unread = sorted(key for key in component.weights.header if key not in used and _NUMBER.sub(".N", key) in numbered)
+    none = [name for name in _COUNTS if component.config.get(name) == 0]
+    if unread or none:
+        listed = ", ".join(unread[:3] or none) + (", …" if len(unread) > 3 else "")
+        raise SourceError(
+            t(
+                pt=f"{component.name}: há camadas que só em parte estão no arquivo ({listed})",
+                en=f"{component.name}: some layers are in the file only in part ({listed})",
+            ),
+            t(
+                pt="o arquivo está incompleto ou estragado, ou o config.json é de outro: baixe-os de novo",
+                en="the file is incomplete or damaged, or the config.json is another's: download them again",
+            ),
+            component.what,
+        )
+
+
+_NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
 def _ours(config: Mapping[str, Any]) -> Config:

@@ -16,9 +16,8 @@ from diffusers import QwenImage21Transformer2DModel
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21TransformerBlock
 from torch import Tensor, nn
 
-from ..kinds import Part
+from ..kinds import Part, find_part
 from ._parts import Config
-from ._qwen_transformer import PREFIXES
 from ._weights import Locate, Piece
 
 SHRUNK = 2.0**-5
@@ -148,7 +147,7 @@ def build(config: Mapping[str, Any]) -> nn.Module:
 
 def derive(header: Any, standard: Config) -> tuple[Config, Locate]:
     """Config and places of a transformer in a single file: diffusers' names, but for the MLP's halves."""
-    part = next(part for prefix in PREFIXES if "txt_in.text_norm.weight" in (part := Part(header, prefix)))
+    part = find_part(header, "txt_in.text_norm.weight") or Part(header, "")
 
     def shape(name: str) -> tuple[int, ...]:
         return part.shape(f"{name}.weight") or (0, 0)

@@ -7,7 +7,7 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from torch import Tensor, nn
 
-from ..kinds import Part
+from ..kinds import Part, find_part
 from ._parts import Config
 from ._weights import Locate, Piece
 
@@ -48,7 +48,7 @@ def build(config: Mapping[str, Any]) -> nn.Module:
 
 def derive(header: Any, standard: Config) -> tuple[Config, Locate]:
     """Config and places of a transformer in a single file; its original names are diffusers'."""
-    part = next(part for prefix in PREFIXES if "img_in.weight" in (part := Part(header, prefix)))
+    part = find_part(header, "img_in.weight") or Part(header, "")
 
     def shape(name: str) -> tuple[int, ...]:
         return part.shape(f"{name}.weight") or (0, 0)

@@ -102,7 +102,7 @@ def derive(part: Part, standard: Config) -> tuple[Config, Locate]:
 
 
 QWEN_VAE = Slot(
-    "vae", Kind.VAE_QWEN, "VAE do Qwen-Image (qwen_image_vae.safetensors)", ("vae.", "first_stage_model."), build, derive,
+    "vae", Kind.VAE_QWEN, "VAE Qwen-Image (qwen_image_vae.safetensors)", ("vae.", "first_stage_model."), build, derive,
     locate("", 2),
 )  # fmt: skip
 

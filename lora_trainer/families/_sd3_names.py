@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
-from ..kinds import Part
+from ..kinds import Part, find_part
 from ._single_file import locate_same
 from ._weights import Locate, Piece
 
-PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
 HEAD = 64
 """Channels of an attention head, where no norm tells them."""
 _OUTSIDE = {
@@ -66,12 +65,6 @@ def original(layer: str, layers: int) -> Original | None:
     return Original(f"{start}.{known}", swapped=last and rest == "norm1_context.linear") if known else None
 
 
-def find_part(header: Any) -> Part | None:
-    """The transformer inside a single file in the original layout."""
-    parts = [Part(header, prefix) for prefix in PREFIXES]
-    return next((part for part in parts if "joint_blocks.0.x_block.attn.qkv.weight" in part), None)
-
-
 def locate(part: Part, layers: int) -> Locate:
     """Module name -> key, for a file in the original layout."""
 
@@ -112,10 +105,10 @@ _DIFFUSERS = _Spelling(
 
 def derive(header: Any, standard: Mapping[str, Any]) -> tuple[dict[str, Any], Locate]:
     """Config and places of a transformer in a single file, with Stability's names or diffusers'."""
-    if part := find_part(header):
+    if part := find_part(header, "joint_blocks.0.x_block.attn.qkv.weight"):
         config = dict(standard) | _sizes(part, _STABILITY)
         return config, locate(part, config["num_layers"])
-    part = next(p for p in (Part(header, prefix) for prefix in PREFIXES) if "pos_embed.pos_embed" in p)
+    part = find_part(header, "pos_embed.pos_embed") or Part(header, "")
     prefix = part.prefix
     return dict(standard) | _sizes(part, _DIFFUSERS), lambda name: [Piece(prefix + piece.key) for piece in locate_same(name)]
 

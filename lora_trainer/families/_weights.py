@@ -183,10 +183,27 @@ class Component:
     """Parts of module names whose weights do not bear fp16."""
 
     def skeleton(self) -> nn.Module:
-        """The module on `meta`, frozen."""
-        with torch.device("meta"):
-            module = self.build(self.config)
+        """The module on `meta`, frozen. SourceError where its config makes no network."""
+        try:
+            with torch.device("meta"):
+                module = self.build(self.config)
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise self._unbuildable(error) from error
         return module.eval().requires_grad_(False)
+
+    def _unbuildable(self, error: Exception) -> SourceError:
+        cause = f"{type(error).__name__}: {error}"
+        return SourceError(
+            t(
+                pt=f"{self.name}: com as medidas do modelo base não se monta uma rede ({cause})",
+                en=f"{self.name}: the base's sizes make no network ({cause})",
+            ),
+            t(
+                pt="o config.json ou o arquivo está estragado ou é de outra arquitetura: baixe-o de novo",
+                en="the config.json or the file is damaged or of another architecture: download it again",
+            ),
+            self.what,
+        )
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Host memory that `load` needs, but for one tensor."""
@@ -313,6 +330,7 @@ def _incomplete(component: Component, missing: list[str], misshapen: list[str], 
         return listed + (t(pt=f" e mais {len(names) - 4}", en=f" and {len(names) - 4} more") if len(names) > 4 else "")
 
     problems = []
+    missing, misshapen, unreadable = (list(dict.fromkeys(names)) for names in (missing, misshapen, unreadable))  # parts of one
     if missing:
         problems.append(
             t(

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..kinds import Part
+from ..kinds import Part, find_part
 from ._weights import Locate, Piece
 
-PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
 PATCH_KEY = "2-1"
 _OUTSIDE = {f"all_x_embedder.{PATCH_KEY}.": "x_embedder.", f"all_final_layer.{PATCH_KEY}.": "final_layer."}
 _ATTENTION = {"to_out.0": "out", "norm_q": "q_norm", "norm_k": "k_norm"}
@@ -51,14 +50,9 @@ def locate(part: Part) -> Locate:
     return pieces
 
 
-def find_part(header: Any) -> Part:
-    """The transformer inside a single file."""
-    return next(part for part in (Part(header, prefix) for prefix in PREFIXES) if "cap_pad_token" in part)
-
-
 def derive(header: Any, standard: Mapping[str, Any]) -> tuple[dict[str, Any], Locate]:
     """Config and places of a transformer in a single file."""
-    part = find_part(header)
+    part = find_part(header, "cap_pad_token") or Part(header, "")
 
     def shape(name: str) -> tuple[int, ...]:
         return part.shape(original(name).name) or part.shape(name) or (1, 1)

@@ -12,6 +12,7 @@ from ..config.names import Key
 from ..families._base import ImageFamily
 from ..tracker import PhasePeak
 from . import recover
+from .advice import CACHING
 from .estimate import offload_saves, peak_at
 from .foresee import Tried
 from .plan import (
@@ -124,7 +125,8 @@ class Rungs:
         windows, splits = shape.accumulation, -(-shape.batch_size // micro_batch)
         copied = near.prediction.transferred - PASSES * blocks.moved(near.share)[0] * windows
         copied += PASSES * blocks.moved(share)[0] * windows * splits
-        peak = peak_at(near.peak, near.share, share, blocks)
+        phases = near.prediction.phases
+        peak = peak_at(max(_of_steps(phases).values(), key=_total).total, near.share, share, blocks)
         if values.get(EMBEDDINGS) != near.values.get(EMBEDDINGS):
             sign = 1 if values[EMBEDDINGS] == "yes" else -1
             peak, copied = peak - sign * blocks.vocabulary, copied + sign * PASSES * blocks.head * windows * splits
@@ -136,7 +138,7 @@ class Rungs:
         if values.get(OPTIMIZER_OFFLOAD) != near.values.get(OPTIMIZER_OFFLOAD):
             sign, moments = (1 if values[OPTIMIZER_OFFLOAD] == "yes" else -1), self._moments()
             peak, copied = peak - sign * moments, copied + sign * 2 * moments
-        peak -= _of_batch(near.prediction.phases) * (shape.batch_size - micro_batch) // shape.batch_size
+        peak -= _of_batch(phases) * (shape.batch_size - micro_batch) // shape.batch_size
         return Tried(values, peak, near.prediction.flops, max(0, copied), micro_batch, simulated=False)
 
     def _moments(self) -> int:
@@ -152,6 +154,15 @@ class Rungs:
 
 
 def _of_batch(phases: dict[str, PhasePeak]) -> int:
-    """Bytes of the highest phase that grow with the batch."""
-    worst = max(phases.values(), key=lambda phase: phase.total)
+    """Bytes of the highest phase of training that grow with the batch."""
+    worst = max(_of_steps(phases).values(), key=_total)
     return worst.causes["activations"] + worst.causes["temporary"]
+
+
+def _of_steps(phases: dict[str, PhasePeak]) -> dict[str, PhasePeak]:
+    """Without those of encoding ahead."""
+    return {name: phase for name, phase in phases.items() if name not in CACHING}
+
+
+def _total(phase: PhasePeak) -> int:
+    return phase.total

@@ -160,8 +160,9 @@ def test_other_changes_are_told_on_resume(tmp_path, straight, capsys):
     config, _ = straight
     assert run(config, "treino.passos_maximos=2") == 0
     capsys.readouterr()
-    assert run(config, "--retomar", "treino.tamanho_lote=1", "treino.decaimento_pesos=0.5") == 0
+    assert run(config, "--retomar", "treino.tamanho_lote=1", "treino.decaimento_pesos=0.5", "dados.descarte_legendas=0.5") == 0
     out = capsys.readouterr().out
+    assert "mudou desde o estado salvo: dados.descarte_legendas: 0.0 → 0.5" in out
     assert "mudou desde o estado salvo: treino.tamanho_lote: 2 → 1" in out
     assert "treino.decaimento_pesos: 0.01 → 0.5" in out
 

@@ -501,3 +501,10 @@ def test_targets_are_checked_before_loading():
         check_targets(Closed("sdxl"), ModelConfig(lora_targets="."))
     with pytest.raises(ConfigError, match="nenhuma camada"):
         check_targets(Closed("sdxl"), ModelConfig(lora_targets="to_query"))
+
+
+@pytest.mark.parametrize(("formats", "told"), [(("kohya",), 1), (("kohya", "diffusers"), 0), (("diffusers",), 0)])
+def test_dora_is_told_of_where_a_kohya_file_stands_alone(formats, told):
+    """Not where `auto` means the diffusers layout, as in transformer families."""
+    settings = ModelConfig(dora=True)
+    assert [" DoRA" in notice for notice in check_targets(Closed("sd15"), settings, formats)] == [True] * told

@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from lora_trainer import plugins
 from lora_trainer.config import notices
 from lora_trainer.config.loading import Loaded, load
 from lora_trainer.errors import ErrorReport
+from lora_trainer.families import family_class
+from lora_trainer.families._transformer import TransformerFamily
 
 BASE = "modelo: {modelo_base: owner/name}\ndados: {diretorio_dados: .}\n"
 
@@ -63,9 +66,15 @@ def test_d02_not_a_size(tmp_path: Path, written: str) -> None:
 def test_d02_bucket_step_and_sample_sizes(tmp_path: Path) -> None:
     result = loaded(tmp_path, "dados.passo_bucket=8", "amostras.resolucao=1000x1003", "amostras.prompts=x")
     assert result.config.data.bucket_step == 64
-    assert result.config.samples.resolution == (1000, 1000)
+    assert result.config.samples.resolution == (992, 992)
     assert len(result.notices) == 2
-    assert loaded(tmp_path, "amostras.resolucao=1000").notices == []
+    assert loaded(tmp_path, "amostras.resolucao=1024x1088").notices == []
+
+
+def test_every_family_can_draw_a_rounded_preview() -> None:
+    """1080 is no multiple of a token of FLUX: the plan of the preview, and every preview, failed."""
+    families = [family_class(name) for name in plugins.available("lora_trainer.families")]
+    assert {notices.SAMPLE_MULTIPLE % f.side_multiple for f in families if issubclass(f, TransformerFamily)} == {0}
 
 
 @pytest.mark.parametrize(

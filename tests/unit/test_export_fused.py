@@ -1,13 +1,16 @@
 """Kohya's fused layout: taken apart by diffusers as our own layout is, and read back exactly."""
 
 import functools
+import json
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from diffusers.loaders import FluxLoraLoaderMixin
+from safetensors.torch import save_file
 
-from lora_trainer.export import LoraModule, diffusers, fused
+from lora_trainer.export import LoraModule, diffusers, fused, read_lora
 from lora_trainer.families import _flux_names
 
 RELEASED = 3072
@@ -75,3 +78,58 @@ def test_kohyas_own_files_share_one_down_matrix():
 def test_layers_that_have_no_place_are_told():
     assert slot(16, f"{DOUBLE}attn.norm_q") is not None
     assert slot(16, "transformer.pos_embed") is None
+
+
+def _named(spell: Callable[[str], str], down: str, up: str) -> dict[str, torch.Tensor]:
+    modules = lora(16, mlp=True, scale=1.0)
+    return {f"{spell(path.removeprefix('transformer.'))}.{leaf}": tensor.contiguous() for path, module in modules.items()
+            for leaf, tensor in ((down, module.down), (up, module.up))}  # fmt: skip
+
+
+PEFT, KOHYA = ("lora_A.weight", "lora_B.weight"), ("lora_down.weight", "lora_up.weight")
+OTHER_PROGRAMS: dict[str, tuple[Callable[[str], str], tuple[str, str]]] = {
+    "DiffSynth": (lambda name: name, ("lora_A.default.weight", "lora_B.default.weight")),
+    "peft": (lambda name: f"base_model.model.{name}", PEFT),
+    "ComfyUI": (lambda name: f"diffusion_model.{name}", PEFT),
+    "SimpleTuner": (lambda name: f"lycoris_{name.replace('.', '_')}", KOHYA),
+    "OneTrainer": (lambda name: f"lora_transformer_{name.replace('.', '_')}", KOHYA),
+    "musubi-tuner": (lambda name: f"lora_unet_{name.replace('.', '_')}", KOHYA),
+}
+
+
+@pytest.mark.parametrize("program", OTHER_PROGRAMS)
+def test_files_of_other_programs(program, tmp_path):
+    spell, sides = OTHER_PROGRAMS[program]
+    save_file(_named(spell, *sides), tmp_path / "adapter_model.safetensors")
+    ours, slots = lora(16, mlp=True, scale=1.0), functools.partial(slot, 16)
+    file = read_lora(tmp_path / "adapter_model.safetensors", list(ours), {"transformer": "lora_unet"}, slots=slots)
+    assert file.strangers == []
+    assert file.lora.keys() == ours.keys()
+    assert all(torch.equal(file.lora[path].delta(), ours[path].delta()) for path in ours)
+
+
+def test_the_originals_names_without_comfyuis_word(tmp_path):
+    ours, slots = lora(16, mlp=True), functools.partial(slot, 16)
+    dotted = {f"lora_unet_{name.replace('.', '_')}": name for name in _original_names(ours)}
+    packed = fused.pack(ours, slots)
+    state = {dotted[key.partition(".")[0]] + "." + key.partition(".")[2]: value for key, value in packed.items()}
+    save_file(state, tmp_path / "x.safetensors")
+    file = read_lora(tmp_path / "x.safetensors", list(ours), {"transformer": "lora_unet"}, slots=slots)
+    assert file.strangers == []
+    assert all(torch.equal(file.lora[path].delta(), ours[path].delta()) for path in ours)
+
+
+def _original_names(paths: Iterable[str]) -> set[str]:
+    found = (_flux_names.original(path.removeprefix("transformer."), 16) for path in paths)
+    return {place.name for place in found if place}
+
+
+def test_alpha_from_pefts_config_beside_the_file(tmp_path):
+    """peft writes alpha nowhere else."""
+    spell, sides = OTHER_PROGRAMS["peft"]
+    save_file(_named(spell, *sides), tmp_path / "adapter_model.safetensors")
+    config = {"r": 2, "lora_alpha": 1, "alpha_pattern": {f"{DOUBLE.removeprefix('transformer.')}attn.to_q": 6}, "use_dora": False}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    paths, slots = list(lora(16, mlp=True)), functools.partial(slot, 16)
+    file = read_lora(tmp_path / "adapter_model.safetensors", paths, {"transformer": "lora_unet"}, slots=slots)
+    assert {path: module.scale for path, module in file.lora.items() if module.scale != 0.5} == {f"{DOUBLE}attn.to_q": 3.0}

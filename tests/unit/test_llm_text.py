@@ -19,11 +19,13 @@ from torch import nn
 
 from lora_trainer.config.schema import ModelConfig
 from lora_trainer.errors import SourceError
+from lora_trainer.families import _architecture as architecture
 from lora_trainer.families import _parts
-from lora_trainer.families._llm_text import MODELS, cut_padding, hidden_states, language_slot, padded
+from lora_trainer.families._llm_text import MODELS, build, cut_padding, hidden_states, language_slot, padded
 from lora_trainer.families._llm_tokenizers import QWEN3_PLACES, find_llm_tokenizer
 from lora_trainer.families._weights import Component, load_all
-from lora_trainer.kinds import Kind
+from lora_trainer.headers import TensorInfo
+from lora_trainer.kinds import Kind, Part
 from lora_trainer.sources import Source, open_source
 
 CPU = torch.device("cpu")
@@ -246,6 +248,14 @@ def test_the_tokenizer_is_found_and_tried(tmp_path):
         find_llm_tokenizer(base, str(tmp_path / "bare"), "tokenizer", QWEN3_PLACES, "Qwen3")
 
 
+def test_a_tokenizer_folder_without_one_is_refused(tmp_path):
+    """Not looked for elsewhere: neither in the base's folder nor, for half a minute, on the network."""
+    write_qwen_tokenizer(tmp_path / "base" / "tokenizer")
+    base = Source(tmp_path / "base", "folder", "modelo_base")
+    with pytest.raises(SourceError, match=r"não tem tokenizer\.json"):
+        find_llm_tokenizer(base, str(tmp_path), "tokenizer", QWEN3_PLACES, "Qwen3")
+
+
 def test_without_a_tokenizer_one_message_says_what_to_do(tmp_path):
     base = Source(tmp_path / "x.safetensors", "file", "modelo_base")
     with pytest.raises(SourceError, match="vocabulário do Qwen3") as error:
@@ -253,3 +263,21 @@ def test_without_a_tokenizer_one_message_says_what_to_do(tmp_path):
     assert "Qwen/Qwen3-4B" in str(error.value)
     planned = Source(tmp_path, "folder", "modelo_base", planning=True)
     assert find_llm_tokenizer(planned, None, "tokenizer", QWEN3_PLACES, "Qwen3")("a").input_ids == []
+
+
+def test_a_shard_does_not_pass_for_the_whole_encoder():
+    """Z-Image counts from the end: the first third of Qwen3-4B, which ends after a whole layer, would be read as all of it."""
+    standard = architecture.shipped("z_image", "text_encoder")
+    with torch.device("meta"):
+        whole: Any = build(standard, "qwen3", (-2,), "x")
+    names = {"embed_tokens.weight": whole.embed_tokens.weight, **dict(whole.layers.named_parameters(prefix="layers"))}
+
+    def header(layers: int) -> dict[str, TensorInfo]:
+        kept = {n: v for n, v in names.items() if not n.startswith("layers.") or int(n.split(".")[1]) < layers}
+        return {f"model.{name}": TensorInfo("BF16", tuple(value.shape), 0, 0) for name, value in kept.items()}
+
+    describe = language_slot("text_encoder", "qwen3", "Qwen3-4B", (-2,)).describe
+    config, _ = describe(Part(header(35), ""), standard)
+    assert config["num_hidden_layers"] == 36
+    with pytest.raises(SourceError, match="tem 13 camadas, e são precisas 36"):
+        describe(Part(header(12), ""), standard)

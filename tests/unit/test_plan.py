@@ -282,3 +282,11 @@ def test_remedies_have_amounts_that_a_simulation_confirms(make: Make) -> None:
     assert saves[CHECKPOINTING] > 0
     assert saves["model", "lora_rank"] > 0
     assert all(0 < saved < best.peak for saved in saves.values())
+
+
+def test_rungs_are_worked_out_from_plans_of_their_kind(make: Make) -> None:
+    """What offload takes off a plan without recomputation is many times what it takes off one with it."""
+    planner = make(None, shape=replace(SHAPE, batch_size=4))
+    planner.simulate({**LEAN, CHECKPOINTING: "no"})
+    rungs = Rungs(planner, planner.simulate(LEAN))
+    assert min(one.peak for one in rungs.below()) > 0

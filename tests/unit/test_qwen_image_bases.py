@@ -51,7 +51,7 @@ def test_a_vae_file_with_diffusers_names(tmp_path):
 def test_another_familys_vae_is_refused(tmp_path):
     """FLUX.1's has as many channels."""
     flux = bases.plain("flux")["vae"]
-    with pytest.raises(SourceError, match="VAE do Qwen-Image"):
+    with pytest.raises(SourceError, match="VAE Qwen-Image"):
         opened(OPTIONS, vae=flux)
     assert open_source(OPTIONS["vae"]).looks_like() is Kind.VAE_QWEN
 

@@ -1,15 +1,20 @@
 """Bases of every diffusion-transformer family, in every layout people have: loaded with the right weights, kept as stored."""
 
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import bases
 from helpers.bases import KINDED, LOSSY, NAMES, STORED, weights, written
+from safetensors.torch import load_file, save_file
 
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.errors import ConfigError, SourceError
-from lora_trainer.families import resolve
+from lora_trainer.families import family_class, resolve
 from lora_trainer.families._transformer import TransformerFamily
 from lora_trainer.tracker import MemoryTracker
 
@@ -86,6 +91,8 @@ def test_options_of_other_families_are_refused(name):
             opened(bases.plain(name), **option)
     with pytest.raises(ConfigError, match="maximo_tokens"):
         resolve(ModelConfig(**bases.plain(name)), DataConfig(max_caption_tokens=75))
+    for tokens in family_class(name).caption_tokens:  # all that the message offers can be written
+        assert DataConfig(max_caption_tokens=tokens).max_caption_tokens == tokens
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -133,3 +140,66 @@ def test_captions_of_unlike_lengths_in_one_batch(name):
         return family.loss(model, {**batch, "seeds": torch.tensor(rows), "weight": torch.ones(len(rows))}).item()
 
     assert loss([0, 1]) == pytest.approx(loss([0]) + loss([1]), rel=1e-4)
+
+
+def _resaved(name: str, path: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> dict[str, str]:
+    """The base's options with a transformer whose tensors were changed."""
+    options = bases.plain(name)
+    save_file(change(load_file(options["base_model"])), path)
+    return {**options, "base_model": str(path)}
+
+
+ENCODERS = [(name, option) for name in NAMES for option in bases.plain(name) if option.startswith("text_encoder")]
+
+
+@pytest.mark.parametrize("start", ["model.", "net.", "model.diffusion_model."])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "qwen_image_21"])
+def test_names_may_begin_with_anything(name, start, tmp_path):
+    options = _resaved(name, tmp_path / "base.safetensors", lambda state: {start + key: state[key] for key in state})
+    model, plain = (opened(each).load_model(CPU, torch.float32) for each in (options, bases.plain(name)))
+    own = plain.state_dict()
+    assert all(torch.equal(value, own[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_that_lacks_any_tensor_is_refused(name, tmp_path):
+    """Whichever it is: those that the sizes are read from too."""
+    state = load_file(bases.plain(name)["base_model"])
+    for missing in state:
+        few = {key: tensor for key, tensor in state.items() if key != missing}
+        options = _resaved(name, tmp_path / "base.safetensors", lambda _, few=few: few)
+        if missing in OPTIONAL.get(name, ()):
+            continue
+        with pytest.raises(SourceError) as error:
+            opened(options)
+        assert error.value.hint, missing
+
+
+OPTIONAL = {"flux": ("guidance_in.in_layer.weight",), "sd3": ("joint_blocks.0.x_block.attn.ln_q.weight",)}
+"""Tensors that tell releases apart: without them the file is another release's (schnell, SD3 medium)."""
+
+
+@pytest.mark.parametrize(("name", "option"), ENCODERS)
+def test_an_encoder_with_a_gap_is_refused(name, option, tmp_path):
+    """A layer that lost a tensor does not end the network before its time."""
+    options = bases.plain(name)
+    state = load_file(options[option])
+    norms = ("layers.1.input_layernorm.weight", "layers.1.layer_norm1.weight", "block.1.layer.0.layer_norm.weight")
+    lost = [key for key in state if key.endswith(norms) and "visual" not in key]
+    assert len(lost) == 1
+    save_file({key: tensor for key, tensor in state.items() if key not in lost}, tmp_path / "x.safetensors")
+    with pytest.raises(SourceError, match=r"incompleto|de outra arquitetura"):
+        opened({**options, option: str(tmp_path / "x.safetensors")})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_that_makes_no_network_is_refused(name, tmp_path):
+    folder = tmp_path / "base"
+    shutil.copytree(written(name, "folder")[0]["base_model"], folder)
+    path = folder / "transformer" / "config.json"
+    config = json.loads(path.read_text())
+    for heads in ("num_attention_heads", "n_heads"):
+        config |= {heads: 0} if heads in config else {}
+    path.write_text(json.dumps(config))
+    with pytest.raises(SourceError):
+        opened({"base_model": str(folder)})
