@@ -12,7 +12,6 @@ from ._parts import Config
 from ._weights import Locate, Piece
 
 PATCH = 2
-PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "")
 
 
 class Positions(nn.Module):
