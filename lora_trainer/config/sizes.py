@@ -33,7 +33,9 @@ def billions(source: Source) -> float | None:
         return _counted(read_header(path, source.what)[0] for path in files)
     config = source.config(sub)
     if config is not None and "_class_name" in config:
-        return _built(config)
+        from ..families._architecture import count_parameters
+
+        return count_parameters(config) / BILLION or None
     return None if config is None else _of_config(config)
 
 
@@ -49,17 +51,6 @@ def _counted(headers: Iterable[Mapping[str, Any]]) -> float:
     """Two weights of 4 bits lie in a byte."""
     every = (info for header in headers for info in header.values())
     return sum(prod(info.shape) * (2 if getattr(info, "dtype", "") == "U8" else 1) for info in every) / BILLION
-
-
-def _built(config: Mapping[str, Any]) -> float | None:
-    import diffusers
-    import torch
-
-    network = getattr(diffusers, str(config["_class_name"]), None)
-    if network is None:
-        return None
-    with torch.device("meta"):
-        return float(sum(parameter.numel() for parameter in network.from_config(dict(config)).parameters())) / BILLION
 
 
 def _of_config(config: Mapping[str, Any]) -> float | None:

@@ -31,6 +31,18 @@ def shipped(release: str, component: str) -> Config:
     return _read(ARCH / release / component / name)
 
 
+def count_parameters(config: Mapping[str, Any]) -> int:
+    """Of the diffusers network that a config.json describes, built without weights; 0 where diffusers has no such class."""
+    import diffusers
+    import torch
+
+    network = getattr(diffusers, str(config["_class_name"]), None)
+    if network is None:
+        return 0
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in network.from_config(dict(config)).parameters())
+
+
 def given(folder: str | None, component: str) -> Config | None:
     """A component's config from the folder of `modelo.arquitetura`; None without the folder or the file."""
     if folder is None:

@@ -169,7 +169,7 @@ def test_same_update_torn_again_and_again_ends(place):
 
     name = "torn-for-ever"
     with mock.patch.object(loop, "_update", tears_at_the_third):
-        assert place.run(name, "memoria.streaming_blocos=nao") == 3
+        assert place.run(name, "memoria.streaming_blocos=nao", "memoria.descarga_otimizador=nao") == 3
     assert len(tears) == len(place.events(name, "oom")) == RETRIES + 1
     assert [row["step"] for row in place.events(name)] == [1, 2] * (RETRIES + 1)
 
