@@ -207,7 +207,8 @@ class Planner:
                 values[OPTIMIZER_8BIT] = self._fixed(NOTHING)[OPTIMIZER_8BIT]
             if values[CHECKPOINTING] != "yes":
                 values = {**values, STREAMING: tightest.values[STREAMING], OFFLOAD: tightest.values[OFFLOAD]}
-            if self.available is not None and _least_possible(tightest, values) > self.available:
+            with_moments = next((one for one in self.tried if one.values == {**values, OPTIMIZER_OFFLOAD: "no"}), tightest)
+            if self.available is not None and _least_possible(with_moments, values) > self.available:
                 continue
             candidate = self.simulate(values)
             if candidate.fits(self.available):
