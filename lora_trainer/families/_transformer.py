@@ -35,6 +35,8 @@ class TransformerFamily(DiffusionFamily):
     """Whether prompts of differing length get a mask."""
     text_width: ClassVar[str] = "joint_attention_dim"
     """The transformer's config entry for the width of prompt embeds."""
+    tokenizer: Any
+    """Of the encoder that reads most of a caption."""
     tokens: int
     """Of the longest prompt."""
     text_parts: tuple[str, ...]
@@ -100,6 +102,9 @@ class TransformerFamily(DiffusionFamily):
     @abstractmethod
     def tokenizers(self) -> list[Any]:
         """All that text embeds depend on besides the encoders."""
+
+    def count_tokens(self, caption: str) -> int:
+        return len(self.tokenizer(caption, add_special_tokens=False, verbose=False).input_ids)
 
     @abstractmethod
     def encode_ids(self, model: nn.ModuleDict, batch: Batch) -> Batch:

@@ -63,7 +63,7 @@ class Chroma(TransformerFamily):
     def __init__(self, source: Source, settings: ModelConfig, networks: Networks, t5: Any, tokens: int | None) -> None:
         super().__init__(source, settings, networks)
         config = self.components["transformer"].config
-        self.t5, self.tokens = t5, tokens or TOKENS
+        self.tokenizer, self.tokens = t5, tokens or TOKENS
         self.token_limit = self.tokens - 1  # the end mark
         self.width = int(config["attention_head_dim"]) * int(config["num_attention_heads"])
         self.kohya_slots, self.kohya_as_released = self._kohya_slot, self.width == _flux_names.RELEASED_WIDTH
@@ -86,19 +86,16 @@ class Chroma(TransformerFamily):
     # -- captions
 
     def tokenizers(self) -> list[Any]:
-        return [_tokenizers.fingerprint(self.t5), self.tokens]
+        return [_tokenizers.fingerprint(self.tokenizer), self.tokens]
 
     def tokenize(self, captions: Sequence[str]) -> list[Example]:
         return [self._ids(caption) for caption in captions]
 
     def _ids(self, caption: str) -> Example:
         """(L,) with the end mark, padded with 0; and how many of them are real, ()."""
-        ids = self.t5(caption, max_length=self.tokens, truncation=True).input_ids
+        ids = self.tokenizer(caption, max_length=self.tokens, truncation=True).input_ids
         padded = torch.tensor([*ids, *[0] * (self.tokens - len(ids))], dtype=torch.int64)
         return {"input_ids": padded, "lengths": torch.tensor(len(ids))}
-
-    def count_tokens(self, caption: str) -> int:
-        return len(self.t5(caption, add_special_tokens=False, verbose=False).input_ids)
 
     def encode_ids(self, model: nn.ModuleDict, batch: Batch) -> Batch:
         """T5 sees no padding, the transformer the first token of it."""

@@ -57,7 +57,7 @@ class Flux(TransformerFamily):
         self, source: Source, settings: ModelConfig, networks: Networks, clip: _text.Chunks, t5: Any, tokens: int | None
     ) -> None:
         super().__init__(source, settings, networks)
-        self.clip, self.t5 = clip, t5
+        self.clip, self.tokenizer = clip, t5
         self.guided = bool(self.components["transformer"].config.get("guidance_embeds"))
         config = self.components["transformer"].config
         self.width = int(config["attention_head_dim"]) * int(config["num_attention_heads"])
@@ -94,18 +94,15 @@ class Flux(TransformerFamily):
     # -- captions
 
     def tokenizers(self) -> list[Any]:
-        return [_tokenizers.fingerprint(self.clip.tokenizer), _tokenizers.fingerprint(self.t5), self.tokens]
+        return [_tokenizers.fingerprint(self.clip.tokenizer), _tokenizers.fingerprint(self.tokenizer), self.tokens]
 
     def tokenize(self, captions: Sequence[str]) -> list[Example]:
         return [{"input_ids": self.clip.ids(caption), "input_ids_2": self._t5_ids(caption)} for caption in captions]
 
     def _t5_ids(self, caption: str) -> Tensor:
         """(L,) with the end mark, padded with 0."""
-        ids = self.t5(caption, padding="max_length", max_length=self.tokens, truncation=True).input_ids
+        ids = self.tokenizer(caption, padding="max_length", max_length=self.tokens, truncation=True).input_ids
         return torch.tensor([*ids, *[0] * (self.tokens - len(ids))], dtype=torch.int64)
-
-    def count_tokens(self, caption: str) -> int:
-        return len(self.t5(caption, add_special_tokens=False, verbose=False).input_ids)
 
     def encode_ids(self, model: nn.ModuleDict, batch: Batch) -> Batch:
         clip, t5 = cast(Any, model["text_encoder"]), cast(Any, model["text_encoder_2"])
@@ -115,8 +112,7 @@ class Flux(TransformerFamily):
     # -- training
 
     def predict(self, model: nn.ModuleDict, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        if "prompt_embeds" not in batch:
-            batch = {**batch, **self.encode_ids(model, batch)}
+        batch = self.with_prompts(model, batch)
         transformer = cast(Any, model["transformer"])
         dtype, (height, width) = transformer.x_embedder.weight.dtype, x_t.shape[-2:]
         guidance = batch.get("guidance", torch.full_like(timesteps, self.training_guidance, dtype=torch.float32))

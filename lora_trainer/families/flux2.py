@@ -115,9 +115,6 @@ class Flux2(TransformerFamily):
         turn = self.tokens - len(ids) if self.release.pads_left else 0
         return {name: value.roll(turn) for name, value in example.items()}
 
-    def count_tokens(self, caption: str) -> int:
-        return len(self.tokenizer(caption, add_special_tokens=False, verbose=False).input_ids)
-
     def encode_ids(self, model: nn.ModuleDict, batch: Batch) -> Batch:
         encoder, ids, mask = model["text_encoder"], batch["input_ids"], batch["attention_mask"]
         return {"prompt_embeds": torch.cat(_llm_text.hidden_states(encoder, ids, mask, self.release.layers), -1)}
@@ -137,8 +134,7 @@ class Flux2(TransformerFamily):
     # -- training
 
     def predict(self, model: nn.ModuleDict, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        if "prompt_embeds" not in batch:
-            batch = {**batch, **self.encode_ids(model, batch)}
+        batch = self.with_prompts(model, batch)
         transformer = cast(Any, model["transformer"])
         dtype, (height, width) = transformer.x_embedder.weight.dtype, x_t.shape[-2:]
         guidance = batch.get("guidance", torch.full_like(timesteps, self.training_guidance, dtype=torch.float32))

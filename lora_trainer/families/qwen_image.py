@@ -96,9 +96,6 @@ class QwenImage(TransformerFamily):
         ids = (self.tokenizer(TEMPLATE.format(caption), verbose=False).input_ids for caption in captions)
         return [_llm_text.padded(one, DROPPED + self.tokens, self.tokenizer.pad_token_id or 0) for one in ids]
 
-    def count_tokens(self, caption: str) -> int:
-        return len(self.tokenizer(caption, add_special_tokens=False, verbose=False).input_ids)
-
     def encode_ids(self, model: nn.ModuleDict, batch: Batch) -> Batch:
         ids, mask = _llm_text.cut_padding(batch["input_ids"], batch["attention_mask"])
         [embeds] = _llm_text.hidden_states(model["text_encoder"], ids, mask, LAYERS)

@@ -6,10 +6,8 @@ the weights: previews have none unless asked. All as diffusers' QwenImage21Pipel
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
-import torch
 from torch import Tensor, nn
 
 from ..config.schema import ModelConfig
@@ -24,7 +22,6 @@ from ._llm_tokenizers import QWEN3_VL_PLACES, find_llm_tokenizer
 from ._parts import Transformer, open_parts
 from ._prompts import MASK
 from ._qwen21_variant import refuse_unknown, tower_notice, turbo_levels, turbo_notice
-from ._refusal import refusal
 from ._transformer import TransformerFamily
 
 TOKENS = 512
@@ -46,6 +43,9 @@ _MLP = r"img_mlp\.(?:gate_layer|proj|out)"
 class QwenImage21(TransformerFamily):
     name = "qwen_image_21"
     title = "Qwen-Image 2.1"
+    kind = Kind.QWEN_IMAGE_21
+    masked = True
+    text_width = "context_in_dim"
     side_multiple = 32
     usual_guidance = 1.0
     caption_tokens = (128, 256, 512, 1024)
@@ -78,17 +78,8 @@ class QwenImage21(TransformerFamily):
             self.notices += [] if settings.training_lora else [turbo_notice(self.usual_steps)]
 
     @classmethod
-    def recognise(cls, source: Source) -> float:
-        return 1.0 if source.looks_like() is Kind.QWEN_IMAGE_21 else 0.0
-
-    @classmethod
-    def shipped_architecture(cls) -> Path:
-        return _architecture.ARCH / "qwen_image_21"
-
-    @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "QwenImage21":
-        if source.looks_like() is not Kind.QWEN_IMAGE_21:
-            raise refusal(source)
+        cls.refuse_others(source)
         networks = open_parts(source, settings, "qwen_image_21", _transformer(), (QWEN3_VL, _qwen21_vae.QWEN_21_VAE))
         refuse_unknown(networks.components, source)
         tokenizer = find_llm_tokenizer(source, settings.tokenizer, "processor", QWEN3_VL_PLACES, "Qwen3-VL")
@@ -114,9 +105,6 @@ class QwenImage21(TransformerFamily):
             kept = ids if len(ids) <= limit else [*ids[: limit - self.after], *ids[-self.after :]]
             examples.append(_llm_text.padded(kept, limit, self.tokenizer.pad_token_id or 0))
         return examples
-
-    def count_tokens(self, caption: str) -> int:
-        return len(self.tokenizer(caption, add_special_tokens=False, verbose=False).input_ids)
 
     def encode_ids(self, model: nn.ModuleDict, batch: Batch) -> Batch:
         ids, mask = _llm_text.cut_padding(batch["input_ids"], batch["attention_mask"])
@@ -149,18 +137,6 @@ class QwenImage21(TransformerFamily):
         tokens = x_t.to(dtype).flatten(2).transpose(1, 2)
         predicted: Tensor = transformer(tokens, timesteps.to(dtype) / 1000, text, mask, size)
         return predicted.transpose(1, 2).unflatten(2, size)
-
-    def example_batch(self, batch_size: int, size: tuple[int, int]) -> Batch:
-        """Of the longest captions; beside another, each has its mask."""
-        width = int(self.components["transformer"].config["context_in_dim"])
-        mask = {MASK: torch.ones(batch_size, self.tokens, dtype=torch.bool)} if batch_size > 1 else {}
-        return {
-            "latents": torch.zeros(self.latents_shape(batch_size, size)),
-            "seeds": torch.zeros(batch_size, dtype=torch.int64),
-            "weight": torch.ones(batch_size),
-            "prompt_embeds": torch.zeros(batch_size, self.tokens, width),
-            **mask,
-        }
 
     # -- output
 

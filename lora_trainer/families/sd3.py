@@ -135,8 +135,7 @@ class SD3(TransformerFamily):
     # -- training
 
     def predict(self, model: nn.ModuleDict, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        if "prompt_embeds" not in batch:
-            batch = {**batch, **self.encode_ids(model, batch)}
+        batch = self.with_prompts(model, batch)
         transformer = cast(Any, model["transformer"])
         dtype, text = transformer.pos_embed.proj.weight.dtype, batch["prompt_embeds"]
         predicted: Tensor = transformer(

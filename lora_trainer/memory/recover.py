@@ -20,12 +20,8 @@ import torch
 
 from ..config.names import Key
 from ..loop import TornUpdate
+from .options import CHECKPOINTING, EMBEDDINGS, OFFLOAD, OPTIMIZER_OFFLOAD, STREAMING
 
-CHECKPOINTING: Key = ("training", "gradient_checkpointing")
-EMBEDDINGS: Key = ("memory", "embedding_offload")
-OFFLOAD: Key = ("memory", "activation_offload")
-STREAMING: Key = ("memory", "block_streaming")
-OPTIMIZER_OFFLOAD: Key = ("memory", "optimizer_offload")
 MICRO_BATCH: Key = ("training", "micro_batch")
 """No option, but fixed where a window cannot be split."""
 SHARES = (0.25, 0.5, 0.75, 1.0)

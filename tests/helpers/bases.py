@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 NAMES = sorted(file.name.removesuffix("_bases.py") for file in Path(__file__).parent.glob("*_bases.py"))
 LOSSY = {"fp8": 0.07, "fp8_scaled": 0.07, "gguf": 0.01}
@@ -59,3 +59,8 @@ def weights(module: nn.Module) -> dict[str, Any]:
         if hasattr(layer, "unpacked"):
             found[f"{path}.weight"] = layer.unpacked(torch.float32)
     return found
+
+
+def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-5) -> bool:
+    """Of one shape, and no further apart than a share of the largest value."""
+    return ours.shape == theirs.shape and bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import ChromaPipeline
-from helpers.bases import written
+from helpers.bases import close, written
 
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.families import resolve
@@ -31,10 +31,6 @@ def pair() -> tuple[Any, Chroma]:
     assert isinstance(family, Chroma)
     family.configure(TrainingConfig(), DataConfig())
     return pipeline, family
-
-
-def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-5) -> bool:
-    return bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())
 
 
 def theirs_of(pipeline: Any, caption: str) -> tuple[torch.Tensor, torch.Tensor]:

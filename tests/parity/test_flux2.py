@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers import Flux2KleinPipeline
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+from helpers.bases import close
 from helpers.flux2_bases import write_folder
 
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
@@ -30,10 +31,6 @@ def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, F
     assert isinstance(family, Flux2)
     family.configure(TrainingConfig(), DataConfig())
     return pipeline, family
-
-
-def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-5) -> bool:
-    return bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())
 
 
 @pytest.mark.parametrize("caption", [CAPTION, "", "a {cat}[IMG] on <red>", "a red cat, " * 60])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
-from helpers.bases import written
+from helpers.bases import close, written
 
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.families import resolve
@@ -30,10 +30,6 @@ def pair() -> tuple[Any, QwenImage]:
     assert isinstance(family, QwenImage)
     family.configure(TrainingConfig(), DataConfig())
     return pipeline, family
-
-
-def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-5) -> bool:
-    return ours.shape == theirs.shape and bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21Rope
 from helpers import bases
-from helpers.bases import written
+from helpers.bases import close, written
 
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.families import resolve
@@ -29,10 +29,6 @@ def pair() -> tuple[Any, QwenImage21]:
     assert isinstance(family, QwenImage21)
     family.configure(TrainingConfig(), DataConfig())
     return pipeline, family
-
-
-def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-5) -> bool:
-    return ours.shape == theirs.shape and bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())
 
 
 @torch.no_grad()

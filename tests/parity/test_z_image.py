@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import ZImagePipeline
+from helpers.bases import close
 from helpers.z_image_bases import write_folder
 
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
@@ -26,10 +27,6 @@ def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Z
     assert isinstance(family, ZImage)
     family.configure(TrainingConfig(), DataConfig())
     return pipeline, family
-
-
-def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-5) -> bool:
-    return bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())
 
 
 @torch.no_grad()
