@@ -30,8 +30,6 @@ class Slot:
     swapped: bool = False
 
 
-UNFUSED = ("lora_unet", "lora_transformer")
-"""Prefixes under which other trainers write diffusers' modules."""
 Slots = Callable[[str], Slot | None]
 """Module path -> its place; None for what the layout cannot carry."""
 
@@ -86,13 +84,12 @@ def _fused(parts: Mapping[int, LoraModule], rows: tuple[int, ...]) -> LoraModule
 def unpack(tensors: Mapping[str, Tensor], paths: Iterable[str], slots: Slots) -> tuple[Lora, list[str]]:
     """The modules among `paths`, and the file's names that belong to none of them.
 
-    Files of trainers that take diffusers' modules (musubi-tuner's of Z-Image; OneTrainer's, by another prefix) spell those
-    out, unfused.
+    Files of trainers that take diffusers' modules (musubi-tuner's of Z-Image, OneTrainer's) spell those out, unfused.
     """
     paths = list(paths)
     usual = _by_name(paths, slots)
-    flat = {path: path.partition(".")[2].replace(".", "_") for path in paths}
-    places = {f"{prefix}_{flat[path]}": ((), {0: path}) for path in paths for prefix in UNFUSED} | usual
+    unfused = {f"lora_unet_{path.partition('.')[2].replace('.', '_')}": ((), {0: path}) for path in paths}
+    places = unfused | usual
     lora: Lora = {}
     strangers = []
     for name in dict.fromkeys(key.partition(".")[0] for key in tensors):
