@@ -34,6 +34,11 @@ Slots = Callable[[str], Slot | None]
 """Module path -> its place; None for what the layout cannot carry."""
 
 
+def flat(name: str) -> str:
+    """A layer's dotted name, without its part's, as these files have it."""
+    return f"lora_unet_{name.replace('.', '_')}"
+
+
 def slots_of(family: Any) -> Slots | None:
     """None for families whose modules have names of their own in kohya files."""
     found: Slots | None = getattr(family, "kohya_slots", None)
@@ -88,7 +93,7 @@ def unpack(tensors: Mapping[str, Tensor], paths: Iterable[str], slots: Slots) ->
     """
     paths = list(paths)
     usual = _by_name(paths, slots)
-    unfused = {f"lora_unet_{path.partition('.')[2].replace('.', '_')}": ((), {0: path}) for path in paths}
+    unfused = {flat(path.partition(".")[2]): ((), {0: path}) for path in paths}
     places = unfused | usual
     lora: Lora = {}
     strangers = []
@@ -125,7 +130,7 @@ def respelled(tensors: Mapping[str, Tensor], paths: Iterable[str], slots: Slots)
     tensors = {_with_kohyas_prefix(key): tensor for key, tensor in tensors.items()}
     ours, theirs = {path.partition(".")[2] for path in paths}, _by_name((path for path in paths if slots(path)), slots)
     found = {key: match for key in tensors if (match := _COMFYUI.fullmatch(key))}
-    names = {key: f"lora_unet_{match['name'].replace('.', '_')}" for key, match in found.items()}
+    names = {key: flat(match["name"]) for key, match in found.items()}
     if not any(names[key] in theirs and match["name"] not in ours for key, match in found.items()):
         return tensors
 

@@ -17,7 +17,7 @@ from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import Tensor, nn
 
 from ..config.schema import ModelConfig
-from ..export.fused import Slot
+from ..export.fused import Slot, flat
 from ..kinds import Kind
 from ..sources import Source
 from . import _flux_names, _tokenizers
@@ -125,7 +125,7 @@ class Chroma(TransformerFamily):
 
     def _kohya_slot(self, path: str) -> Slot | None:
         found = _flux_names.original(path.removeprefix("transformer."), self.width)
-        return Slot(f"lora_unet_{found.name.replace('.', '_')}", found.slot, found.rows) if found else None
+        return Slot(flat(found.name), found.slot, found.rows) if found else None
 
     def metadata(self) -> dict[str, str]:
         return {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..config.schema import ModelConfig
 from ..errors import SourceError, t
-from ..export.fused import Slot
+from ..export.fused import Slot, flat
 from ..kinds import Kind
 from ..sources import Source
 from . import _architecture, _flux_names, _text, _tokenizers
@@ -137,7 +137,7 @@ class Flux(TransformerFamily):
         found = _flux_names.original(path.removeprefix("transformer."), self.width)
         if found is None or found.name.endswith("adaLN_modulation.1"):  # its halves are exchanged there
             return None
-        return Slot(f"lora_unet_{found.name.replace('.', '_')}", found.slot, found.rows)
+        return Slot(flat(found.name), found.slot, found.rows)
 
     def metadata(self) -> dict[str, str]:
         variant = "dev" if self.guided else "schnell"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.schema import ModelConfig
-from ..export.fused import Slot
+from ..export.fused import Slot, flat
 from ..kinds import Kind
 from ..sources import Source
 from . import _flux2_names, _flux2_vae, _llm_text, _tokenizers
@@ -157,7 +157,7 @@ class Flux2(TransformerFamily):
         found = _flux2_names.original(path.removeprefix("transformer."), self.width)
         if found is None or "_blocks." not in found.name:  # what lies outside the blocks, diffusers' reader drops in part
             return None
-        return Slot(f"lora_unet_{found.name.replace('.', '_')}", found.slot, found.rows)
+        return Slot(flat(found.name), found.slot, found.rows)
 
     def metadata(self) -> dict[str, str]:
         return {

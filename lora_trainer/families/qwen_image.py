@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..config.schema import ModelConfig
 from ..errors import SourceError, t
-from ..export.fused import Slot
+from ..export.fused import Slot, flat
 from ..kinds import Kind
 from ..sources import Source
 from . import _llm_text, _qwen_vae, _tokenizers
@@ -158,7 +158,7 @@ class QwenImage(TransformerFamily):
 
 
 def _kohya_slot(path: str) -> Slot:
-    return Slot(f"lora_unet_{path.removeprefix('transformer.').replace('.', '_')}")
+    return Slot(flat(path.removeprefix("transformer.")))
 
 
 def _refuse_variants(config: Config, source: Source) -> None:

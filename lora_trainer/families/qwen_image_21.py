@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..config.schema import ModelConfig
 from ..errors import MachineError, t
-from ..export.fused import Slot
+from ..export.fused import Slot, flat
 from ..kinds import Kind
 from ..sources import Source
 from . import _architecture, _llm_text, _qwen21_vae, _qwen_vae, _tokenizers
@@ -142,7 +142,7 @@ class QwenImage21(TransformerFamily):
 
     def _kohya_slot(self, path: str) -> Slot:
         """As ComfyUI and musubi-tuner have it, whose gate and value are one matrix."""
-        name = f"lora_unet_{path.removeprefix('transformer.').replace('.', '_')}"
+        name = flat(path.removeprefix("transformer."))
         for half, ending in enumerate(("gate_layer", "proj")):
             if name.endswith(f"img_mlp_{ending}"):
                 return Slot(f"{name.removesuffix(ending)}gate_up", half, (self.inner, self.inner))

@@ -172,7 +172,7 @@ class SD3(TransformerFamily):
             return None
         width = int(self.transformer["caption_projection_dim"])
         rows = () if found.third is None else (width,) * 3
-        return fused.Slot(f"lora_unet_{found.name.replace('.', '_')}", found.third or 0, rows, found.swapped)
+        return fused.Slot(fused.flat(found.name), found.third or 0, rows, found.swapped)
 
     def metadata(self) -> dict[str, str]:
         release = "5-" if self.transformer.get("qk_norm") else ""

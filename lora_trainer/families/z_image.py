@@ -16,7 +16,7 @@ from diffusers import ZImageTransformer2DModel
 from torch import Tensor, nn
 
 from ..config.schema import ModelConfig
-from ..export.fused import Slot
+from ..export.fused import Slot, flat
 from ..kinds import Kind
 from ..memory._host import is_fake
 from ..sources import Source
@@ -136,7 +136,7 @@ class ZImage(TransformerFamily):
         if not re.match(_BLOCK, path):
             return None
         found = names.original(f"{path.removeprefix('transformer.')}.weight")
-        name = f"lora_unet_{found.name.removesuffix('.weight').replace('.', '_')}"
+        name = flat(found.name.removesuffix(".weight"))
         return Slot(name) if found.third is None else Slot(name, found.third, (self.width,) * 3)
 
     def metadata(self) -> dict[str, str]:
