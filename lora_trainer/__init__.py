@@ -1,4 +1,4 @@
-"""Trains LoRA adapters on the card you have. Start reading at run.py (order of phases) and loop.py (one step)."""
+"""Trains LoRA adapters on the card you have. Start reading at run/run.py (order of phases) and loop.py (one step)."""
 
 import logging
 

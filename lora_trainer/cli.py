@@ -54,13 +54,13 @@ def _train(arguments: argparse.Namespace) -> None:
     loaded = _load(arguments)
     prepare_output(loaded.run_dir)
     arguments.log = loaded.run_dir / "registro.log"
-    from .interrupt import stop_on_signals
+    from .journal.interrupt import stop_on_signals
 
     # OpenMP's threads wait by spinning; on a busy machine that made a step 20 times slower (docs/decisions.md).
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     with stop_on_signals() as stop:  # from here on, since loading the libraries takes seconds
-        from .run import train
+        from .run.run import train
 
         try:
             train(loaded, stop, resume=arguments.resume, restart=arguments.restart)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from .errors import DivergedError, t
-from .families._base import Batch, Family
-from .memory._base import MemoryPlan
+from .seam.family import Batch, Family
+from .techniques import MemoryPlan
 
 
 class Schedule(Protocol):

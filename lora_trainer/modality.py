@@ -1,30 +1,38 @@
 """What differs between a run that learns from images and one that learns from texts: data, previews, files.
 
-A family names its modality. run.py calls these verbs in its order and knows no more about either.
+A family names its modality. run/run.py calls these verbs in its order and knows no more about either.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from .adapters import Adapter
 from .config.loading import Loaded
 from .config.schema import Config, TrainingConfig
-from .data.batches import Draw
-from .data.check import Progress
-from .families._base import Batch
-from .hardware import PartRow, Precision
-from .memory._base import MemoryPlan
-from .memory.caching import Encoding, OnOom
-from .progress import Metrics, Terminal
-from .run_folder import RunFolder
+from .journal.progress import Metrics, Terminal
+from .journal.run_folder import RunFolder
+from .machine.hardware import PartRow, Precision
+from .planner.caching import Encoding, OnOom
+from .seam.family import Batch
+from .techniques import MemoryPlan
 
-if TYPE_CHECKING:
-    from .adapters import Adapter
+Progress = Callable[[str, int, int], None]
+"""Called with (phase, done, total)."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    item: int
+    """Index into `Dataset.examples`."""
+    epoch: int
+    occurrence: int
+    """Which of the item's repeats in this epoch."""
 
 
 class Dataset(Protocol):
@@ -73,8 +81,8 @@ class Previews(Protocol):
 
     plan: MemoryPlan
 
-    def draw(self, model: nn.ModuleDict, adapter: "Adapter", step: int, folder: RunFolder) -> None: ...
-    def measure_before(self, model: nn.ModuleDict, adapter: "Adapter") -> None: ...
+    def draw(self, model: nn.ModuleDict, adapter: Adapter, step: int, folder: RunFolder) -> None: ...
+    def measure_before(self, model: nn.ModuleDict, adapter: Adapter) -> None: ...
     def measure_after(self, model: nn.ModuleDict) -> None: ...
 
 
@@ -84,11 +92,11 @@ class Outputs(ABC):
     written: list[Path]
 
     @abstractmethod
-    def save(self, adapter: "Adapter", step: int, *, intermediate: bool) -> list[Path]:
+    def save(self, adapter: Adapter, step: int, *, intermediate: bool) -> list[Path]:
         """Write every format asked for; intermediate files beyond `manter_ultimos` go."""
 
     @abstractmethod
-    def finish(self, model: nn.ModuleDict, adapter: "Adapter", step: int) -> list[str]:
+    def finish(self, model: nn.ModuleDict, adapter: Adapter, step: int) -> list[str]:
         """Write the final files and prove each; the lines that "done" prints."""
 
     @abstractmethod

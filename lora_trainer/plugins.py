@@ -1,4 +1,4 @@
-"""A plugin is a file: `familia: sdxl` means families/sdxl.py. Nothing is registered anywhere."""
+"""A plugin is a file: `familia: sdxl` means families/sdxl/family.py. Nothing is registered anywhere."""
 
 import importlib
 import pkgutil

@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lora_trainer.config.schema import ModelConfig
-from lora_trainer.families.causal_lm import CausalLM
-from lora_trainer.sources import open_source
+from lora_trainer.families.causal_lm.family import CausalLM
+from lora_trainer.files.sources import open_source
 
 COMMON: dict[str, Any] = {
     "vocab_size": 96,

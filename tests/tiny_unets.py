@@ -15,8 +15,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from lora_trainer.config.schema import TrainingConfig
-from lora_trainer.families._base import Batch, BlockGroup
-from lora_trainer.families._diffusion import DiffusionFamily, make_objective
+from lora_trainer.diffusion.diffusion import DiffusionFamily, make_objective
+from lora_trainer.seam.family import Batch, BlockGroup
 
 SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "num_train_timesteps": 1000}
 ATTENTION = r".*attn\d\.(to_q|to_k|to_v|to_out\.0)"

@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 from ..config.names import shown
 from ..errors import SourceError, t
-from ..export import Lora, LoraFile, LoraModule, differences, read_lora
-from ..export.fused import slots_of
-from ..export.lycoris import Lycoris, LycorisFile, LycorisModule, misfits, read_lycoris, refuse_kind
-from ..headers import read_header
+from ..files.headers import read_header
+from ..layouts import Lora, LoraFile, LoraModule, differences, read_lora
+from ..layouts.fused import slots_of
+from ..layouts.lycoris import Lycoris, LycorisFile, LycorisModule, misfits, read_lycoris, refuse_kind
+from ..layouts.peft import read_peft_folder
 from . import pissa
 from .layers import AdaptedLayer
 
 if TYPE_CHECKING:
-    from ..families._base import Family
+    from ..seam.family import Family
 
 NAME = "default"
 """peft's name for our one adapter. It appears in no file."""
@@ -191,8 +192,6 @@ class Adapter:
         if path.is_file():
             refuse_kind(read_header(path, shown("model", "initial_lora"))[0], "lora", path)
         if path.is_dir():
-            from ..export.peft_folder import read_peft_folder
-
             lora = read_peft_folder(path)
             own = {name: module for name, module in lora.items() if name in self.layers}
             return LoraFile(own, [name for name in lora if name not in own], {})

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import t
-from ..export import read_tensors
+from ..layouts import read_tensors
 from . import pissa
 from .adapter import NAME, Adapter, Layer
 from .layers import LAYERS, AdaptedLayer, LokrLayer, is_whole
 from .targets import Strength, find_targets, strengths
 
 if TYPE_CHECKING:
-    from ..families._base import Family
+    from ..seam.family import Family
 
 
 def inject(
@@ -67,7 +67,7 @@ def check_targets(family: "Family", settings: ModelConfig, formats: Collection[s
 
 
 def _unread_dora() -> str:
-    """No two readers of kohya files agree on DoRA (export/kohya.py); the diffusers layout is exact."""
+    """No two readers of kohya files agree on DoRA (layouts/kohya.py); the diffusers layout is exact."""
     dora, formats = shown("model", "dora"), shown("output", "formats")
     return t(
         pt=f"`{dora}` num arquivo kohya não é lido igual por todos: o diffusers ignora o DoRA, o A1111 e o ComfyUI o "

@@ -12,11 +12,11 @@ from torch import nn
 from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import ConfigError, t
-from ..export.fused import slots_of
-from ..export.readers import unreadable
+from ..layouts.fused import slots_of
+from ..layouts.readers import unreadable
 
 if TYPE_CHECKING:
-    from ..families._base import Family
+    from ..seam.family import Family
 
 IMAGE_FORMATS = ("kohya", "diffusers")
 

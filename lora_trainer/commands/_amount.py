@@ -5,8 +5,8 @@ from pathlib import Path
 
 from ..config.schema import Config
 from ..data.walk import folder_repeats, walk
-from ..memory.ask import MAPPED_MASTER
-from ..memory.foresee import Foresight
+from ..planner.ask import MAPPED_MASTER
+from ..planner.foresee import Foresight
 
 STATES_KEPT = 2
 """A state is written beside the one before it."""

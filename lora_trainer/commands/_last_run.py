@@ -8,15 +8,15 @@ from typing import Any, Literal
 
 import psutil
 
-from ..card import GIB
 from ..config import names
 from ..config.loading import Loaded
 from ..config.schema import Config
 from ..errors import t
-from ..memory.advice import explain
-from ..memory.foresee import keys
-from ..memory.ram import killed_notice
-from ..run_folder import RunFolder
+from ..journal.run_folder import RunFolder
+from ..machine.card import GIB
+from ..machine.ram import killed_notice
+from ..planner.advice import explain
+from ..planner.foresee import keys
 
 End = Literal["done", "stopped", "killed", "running"]
 ENDS = ("done", "stopped")

@@ -18,15 +18,15 @@ from typing import Literal
 
 import torch
 
-from ..card import GIB, Card
 from ..config.loading import Loaded, load
 from ..config.schema import TrainingConfig
 from ..errors import MachineError, UserError, t
-from ..hardware import Machine, choose_device, choose_precision
-from ..memory.ram import Ram
-from ..optimizers import EIGHT_BIT, probe, resolve_name
-from ..picker import pick
-from ..progress import gib
+from ..journal.progress import gib
+from ..machine.card import GIB, Card
+from ..machine.hardware import Machine, choose_device, choose_precision
+from ..machine.ram import Ram
+from ..optim.optimizers import EIGHT_BIT, probe, resolve_name
+from ..planner.picker import pick
 from ._last_run import last_run_lines, read_last_run
 
 State = Literal["ok", "warning", "failure"]
@@ -202,9 +202,9 @@ def _disk(folder: Path) -> Check:
 
 
 def _tokenizer(loaded: Loaded) -> Check:
-    from ..families import _tokenizers
+    from ..bases import tokenizers
 
-    cached, packaged = _tokenizers._cached(), _tokenizers._packaged()
+    cached, packaged = tokenizers._cached(), tokenizers._packaged()
     known = [loaded.config.model.tokenizer, cached[0].parent if cached else None, packaged]
     places = [str(place) for place in known if place]
     if places:

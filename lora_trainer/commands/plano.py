@@ -11,21 +11,22 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ..card import GIB, Card
 from ..config import names, presets
 from ..config.loading import Loaded, load
+from ..config.names import shown
+from ..engine.tracker import CAUSES
 from ..errors import ConfigError, language, t
-from ..hardware import Precision, choose_precision
-from ..memory.advice import CACHING, cause_title, does_not_fit, explain, phase_title
-from ..memory.ask import ask
-from ..memory.foresee import Foresight, Tried, named
-from ..memory.options import QUANTIZATION, not_quantized, with_values
-from ..memory.ram import Ram, ram_notice
-from ..memory.speed import Speed, speed_of
-from ..picker import Choice, settle
-from ..progress import gib
-from ..sources import open_source
-from ..tracker import CAUSES
+from ..files.sources import open_source
+from ..journal.progress import gib
+from ..machine.card import GIB, Card
+from ..machine.hardware import Precision, choose_precision
+from ..machine.ram import Ram, ram_notice
+from ..machine.speed import Speed, speed_of
+from ..planner.advice import CACHING, cause_title, does_not_fit, explain, phase_title
+from ..planner.ask import ask
+from ..planner.foresee import Foresight, Tried, named
+from ..planner.options import QUANTIZATION, not_quantized, with_values
+from ..planner.picker import Choice, settle
 from ._amount import Amount, amount_of, disk_bytes
 
 IMITATED = Card("", (8, 0))
@@ -112,7 +113,7 @@ def plan(loaded: Loaded) -> Planned:
 def plan_for(loaded: Loaded, choice: Choice) -> Planned:
     """For a card that was chosen already."""
     config = loaded.config
-    source = open_source(config.model.base_or_architecture) if config.model.base_or_architecture else None
+    source = open_source(base, shown("model", "base_model")) if (base := config.model.base_or_architecture) else None
     found = ask(
         loaded,
         choice,

@@ -10,16 +10,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..card import GIB
 from ..config import names, presets
 from ..config.loading import Loaded, load
 from ..errors import ConfigError, language, t
 from ..families import family_class
-from ..families._base import ImageFamily
-from ..hardware import Machine
-from ..memory.presets import Predict, Predicted, predict
-from ..picker import pick, preset_budget
-from ..progress import gib
+from ..journal.progress import gib
+from ..machine.card import GIB
+from ..machine.hardware import Machine
+from ..planner.picker import pick, preset_budget
+from ..planner.presets import Predict, Predicted, predict
+from ..seam.family import ImageFamily
 
 SHOWN: tuple[names.Key, ...] = (
     ("training", "batch_size"),

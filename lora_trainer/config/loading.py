@@ -143,7 +143,7 @@ def _with_families(
     ready = _read_chain(file, file.name, remarks) if file else []
     if problems := [problem for sheet in ready for problem in sheet.problems]:
         raise report(problems, str(file))
-    size = presets.size_of(path) if presets.sized([*ready, *below, *user], family) else None
+    size = presets.size_of(path, family) if presets.sized([*ready, *below, *user], family) else None
     mine = _merge([*presets.flatten(below, family, size), *presets.flatten(user, family, size)])
     return _merge_entries(presets.yielding(_merge([*presets.flatten(ready, family, size)]), mine), mine)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MachineError, t
+from ..files import arch
 from . import names
 from .entries import Entry
 from .fields import has_escapes
@@ -37,9 +38,6 @@ EXPECTED: dict[Key, str] = {
 }
 """What must be there. "output": made when needed, but it must be possible to write there."""
 
-SHAPES = tuple(Path(__file__).parents[1] / "families" / folder for folder in ("shapes", "arch"))
-"""Config files of popular language models, and of the image families' releases, known by name: `modelo.arquitetura:
-llama-3.1-8b`, `flux2_dev`."""
 _SHAPE = re.compile(r"[\w.-]+")
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
@@ -112,8 +110,8 @@ def _resolve(value: str, entry: Entry, outcome: Outcome) -> str:
 
 def _shipped(name: str) -> str | None:
     """The folder of config files that is known by a name."""
-    found = [folder / name for folder in SHAPES if _SHAPE.fullmatch(name) and (folder / name).is_dir()]
-    return str(found[0]) if found else None
+    found = arch.folder(name) if _SHAPE.fullmatch(name) else None
+    return str(found) if found else None
 
 
 def _check(path: str, expected: str, entry: Entry) -> Problem | None:
@@ -122,7 +120,7 @@ def _check(path: str, expected: str, entry: Entry) -> Problem | None:
     if not os.path.exists(path):
         hint = near_matches(Path(path))
         if entry.option.key == ("model", "architecture"):
-            names = ", ".join(sorted(shape.name for folder in SHAPES for shape in folder.iterdir() if shape.is_dir()))
+            names = ", ".join(arch.releases())
             hint = t(pt=f"uma pasta, ou um destes nomes: {names}", en=f"a folder, or one of these names: {names}")
         return _problem(entry, path, t(pt="não existe", en="does not exist"), hint)
     if expected == "folder" and not os.path.isdir(path):

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from .. import plugins
 from ..errors import ConfigError, t
+from ..files.sources import open_source
 from . import sizes
 from .entries import Entry, Sheet
-from .names import Key, options
+from .names import Key, options, shown
 
 FOLDER = Path(__file__).parents[2] / "presets"
 
@@ -54,18 +55,14 @@ def family_of(base_model: str | None, family: str) -> str | None:
     """The family as written, else as the base's header or config tells it. Raises SourceError for a broken base."""
     if family != "auto" or not base_model:
         return None if family == "auto" else family
-    from ..sources import open_source
-
-    kind = open_source(base_model).looks_like().value
+    kind = open_source(base_model, shown("model", "base_model")).looks_like().value
     name = _FAMILY_OF_KIND.get(kind, kind)
     return name if name in families() else None
 
 
-def size_of(base_model: str | None) -> float | None:
+def size_of(base_model: str | None, family: str | None = None) -> float | None:
     """Billions of parameters. Raises SourceError for a broken base."""
-    from ..sources import open_source
-
-    return sizes.billions(open_source(base_model)) if base_model else None
+    return sizes.billions(open_source(base_model, shown("model", "base_model")), family) if base_model else None
 
 
 def families() -> list[str]:

@@ -10,17 +10,18 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ..gguf.reader import is_gguf, open_gguf
-from ..headers import read_header
-from ..sources import Source
+from .. import plugins
+from ..files.gguf_reader import is_gguf, open_gguf
+from ..files.headers import read_header
+from ..files.sources import Source
 
 BILLION = 1e9
 WITHIN = "model.diffusion_model."
 """In files that hold text encoders and VAE too."""
 
 
-def billions(source: Source) -> float | None:
-    """None where nothing tells."""
+def billions(source: Source, family: str | None = None) -> float | None:
+    """None where nothing tells. `family`: asked, where only a config.json of a diffusion network is there."""
     if source.kind == "file":
         tensors: Mapping[str, Any] = source.header
         if is_gguf(source.path):
@@ -33,9 +34,8 @@ def billions(source: Source) -> float | None:
         return _counted(read_header(path, source.what)[0] for path in files)
     config = source.config(sub)
     if config is not None and "_class_name" in config:
-        from ..families._architecture import count_parameters
-
-        return count_parameters(config) / BILLION or None
+        owner = plugins.load(f"lora_trainer.families.{family}", "family").FAMILY if family else None
+        return owner.count_parameters(config) / BILLION or None if owner else None
     return None if config is None else _of_config(config)
 
 

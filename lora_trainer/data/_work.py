@@ -2,24 +2,31 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from ..families._base import Example
-from ..hardware import PartRow, describe_parts
-from ..memory._encoders import load_encoders
-from ..memory.attention_slicing import slice_where_unfused
-from ..memory.caching import OnOom, exhausted, next_rung, rung_name
-from ..memory.recover import free_memory, is_out_of_memory
-from ..tracker import hold, host_memory
-
-if TYPE_CHECKING:
-    from .encode import Encoder
+from ..engine.tracker import hold, host_memory
+from ..machine.hardware import PartRow, describe_parts
+from ..planner.caching import Encoding, OnOom, exhausted, next_rung, rung_name
+from ..planner.encoders import load_encoders
+from ..runtime.recover import free_memory, is_out_of_memory
+from ..seam.family import Example, ImageFamily
+from ..techniques.attention_slicing import slice_where_unfused
 
 Network = TypeVar("Network", bound=nn.Module)
 Entry = TypeVar("Entry")
+
+
+class Encoder(Protocol):
+    """What the networks are loaded for (encode.py), and where the rung in force is kept."""
+
+    family: ImageFamily
+    encoding: Encoding
+    text_dtype: torch.dtype
+    image_dtype: torch.dtype
+    parts: list[PartRow]
 
 
 class Work(Generic[Network, Entry]):
@@ -31,7 +38,7 @@ class Work(Generic[Network, Entry]):
         device: torch.device,
         load: Callable[[], Network],
         encode: Callable[[Network, Entry], Example],
-        encoder: "Encoder",
+        encoder: Encoder,
         on_oom: OnOom,
     ) -> None:
         self.phase, self.device, self.load, self.encode = phase, device, load, encode
@@ -61,7 +68,7 @@ class Work(Generic[Network, Entry]):
         self.on_oom(self.phase, rung_name(lower, self.phase))
 
 
-def load_text_encoders(encoder: "Encoder", device: torch.device) -> nn.ModuleDict:
+def load_text_encoders(encoder: Encoder, device: torch.device) -> nn.ModuleDict:
     encoding = encoder.encoding
     with place(encoding.text_on_cpu):
         encoders = load_encoders(
@@ -77,7 +84,7 @@ def load_text_encoders(encoder: "Encoder", device: torch.device) -> nn.ModuleDic
     return encoders
 
 
-def load_vae(encoder: "Encoder", device: torch.device) -> nn.Module:
+def load_vae(encoder: Encoder, device: torch.device) -> nn.Module:
     on_cpu = encoder.encoding.images_on_cpu
     device = torch.device("cpu") if on_cpu else device
     with place(on_cpu):
@@ -89,7 +96,7 @@ def load_vae(encoder: "Encoder", device: torch.device) -> nn.Module:
     return vae
 
 
-def _note(encoder: "Encoder", rows: list[PartRow]) -> None:
+def _note(encoder: Encoder, rows: list[PartRow]) -> None:
     """As they were loaded last."""
     names = {row.component for row in rows}
     encoder.parts[:] = [*(row for row in encoder.parts if row.component not in names), *rows]

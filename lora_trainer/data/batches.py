@@ -10,26 +10,17 @@ same step.
 import functools
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..families._base import Batch, Example
-from ..tracker import host_memory
+from ..engine.tracker import host_memory
+from ..modality import Draw
+from ..seam.family import Batch, Example
 from .dataset import Dataset
 from .encode import Encoder, View, views
 from .scan import ImageItem
 from .variants import drawn, plain, stable_hash
-
-
-@dataclass(frozen=True)
-class Draw:
-    item: int
-    """Index into `Dataset.examples`."""
-    epoch: int
-    occurrence: int
-    """Which of the item's repeats in this epoch."""
 
 
 class BatchPlan:

@@ -11,7 +11,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from ..families._base import Framing
+from ..seam.family import Framing
 
 
 @dataclass(frozen=True)

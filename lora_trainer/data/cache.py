@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from ..atomic import replacing
 from ..config.names import shown
 from ..errors import DataError, t
-from ..families._base import Example
+from ..seam.family import Example
 
 
 def cache_key(*parts: object) -> str:

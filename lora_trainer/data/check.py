@@ -5,17 +5,16 @@ Memory stays flat: each worker holds one file, and only one of them a large pict
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ..config.fields import printable
 from ..errors import t
+from ..modality import Progress
 from .images import BadImage, ImageFacts, inspect, too_large
 from .index import FileIndex, Row
 
-Progress = Callable[[str, int, int], None]
-"""Called with (phase, done, total)."""
 _ROWS_PER_WRITE = 256
 
 

@@ -3,7 +3,7 @@
 The VAE is loaded only if an image entry is missing, the text encoders only if a text is; never both at once.
 Everything is encoded one by one: the smallest peak, and an entry's bits then do not depend on which others were
 missing with it, so an interrupted and resumed caching phase gives the same bits as a straight one. When memory runs out,
-the network is dropped, loaded anew one rung down (memory/caching.py), and the same entry made again; what is written stays.
+the network is dropped, loaded anew one rung down (planner/caching.py), and the same entry made again; what is written stays.
 """
 
 from collections.abc import Generator, Sequence
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
 
 from ..config.schema import DataConfig
+from ..engine.vae_tiling import tiled, tiles_change
 from ..errors import ConfigError, DataError, t
-from ..families._base import Example, Framing, ImageFamily
-from ..hardware import PartRow
-from ..memory.caching import Encoding, OnOom, unheard
-from ..memory.recover import free_memory
-from ..memory.vae_tiling import tiled, tiles_change
+from ..machine.hardware import PartRow
+from ..planner.caching import Encoding, OnOom, unheard
+from ..runtime.recover import free_memory
+from ..seam.family import Example, Framing, ImageFamily
 from ._work import Work, load_text_encoders, load_vae, place
 from .cache import Cache, cache_key
 from .check import Progress, no_progress

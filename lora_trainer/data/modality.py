@@ -6,16 +6,16 @@ from typing import Any
 from ..config.names import shown
 from ..config.schema import Config, TrainingConfig
 from ..errors import t
-from ..families._base import ImageFamily
-from ..memory.caching import Encoding
 from ..modality import Desk, Modality, RunFacts
-from ..outputs import ImageOutputs
-from ..preview import ImagePreviews
+from ..planner.caching import Encoding
+from ..seam.family import ImageFamily
 from . import dataset as data
 from .batches import BatchPlan, ImageLoader
 from .cache import Cache
 from .check import Progress
 from .encode import EncodeCounts, Encoder, caches_text, encode_dataset
+from .outputs import ImageOutputs
+from .preview import ImagePreviews
 from .report import summary_lines, token_lines
 
 OF_TEXTS = ("text_format", "chat_template", "loss_on", "max_length", "packing", "bad_rows", "rows_without_target")

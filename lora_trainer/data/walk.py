@@ -124,7 +124,7 @@ def _read_folder(path: Path, found: Found, suffixes: frozenset[str]) -> list[Pat
 
 
 def is_run_folder(path: Path) -> bool:
-    """Made by this program (run_folder.py): it holds the run's state and log, or was moved aside by a later run."""
+    """Made by this program (journal/run_folder.py): it holds the run's state and log, or was moved aside by a later run."""
     state = path / "estado"
     return bool(_MOVED_ASIDE.search(path.name)) or (
         state.is_dir() and ((path / "metricas.jsonl").is_file() or (state / "execucao.json").is_file())

@@ -1,6 +1,1 @@
-"""Adapter files: the layouts other programs load, and proof that they do."""
-
-from ._lora import Lora, LoraModule
-from .read import LoraFile, differences, read_lora, read_tensors
-
-__all__ = ["Lora", "LoraFile", "LoraModule", "differences", "read_lora", "read_tensors"]
+"""What a run leaves: files written, proved and described."""

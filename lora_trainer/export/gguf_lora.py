@@ -1,7 +1,7 @@
 """A language LoRA as llama.cpp and Ollama load it: a GGUF file of the type "adapter", and a Modelfile that names it.
 
 Names and changes are those of llama.cpp's convert_lora_to_gguf: `blk.N.attn_q.weight.lora_a` is A (r, in), `….lora_b` is
-B (out, r), and where the converter orders the rows of a weight anew (gguf/names.py), those of B follow. One alpha holds
+B (out, r), and where the converter orders the rows of a weight anew (files/gguf_names.py), those of B follow. One alpha holds
 for the whole file: a module whose scale is not alpha / rank has the difference in its B. The base may be any GGUF of the
 model, whatever its quantisation. Left out, because llama.cpp cannot load them: DoRA, adapters on one expert of a mixture,
 and on a head that the model shares with its embeddings.
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ..atomic import replacing
 from ..errors import MachineError, SourceError, UserError, t
-from ..gguf.blocks import dequantize
-from ..gguf.names import ARCHITECTURES, converted_names, rope_order
-from ..gguf.reader import GgufFile, open_gguf
-from ._lora import Lora, LoraModule
+from ..files.gguf_blocks import dequantize
+from ..files.gguf_names import ARCHITECTURES, converted_names, rope_order
+from ..files.gguf_reader import GgufFile, open_gguf
+from ..layouts.lora import Lora, LoraModule
 
 PREFIX = "language_model."
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}

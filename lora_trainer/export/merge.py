@@ -19,16 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..engine.tracker import host_memory
 from ..errors import SourceError, t
-from ..tracker import host_memory
+from ..layouts.lora import Lora, LoraModule
 from ._folders import Entry, new_folder, write_shards, write_text
-from ._lora import Lora, LoraModule
 
 if TYPE_CHECKING:
-    from ..families._base import Batch
-    from ..families._lm_base import Stored
-    from ..families.causal_lm import CausalLM
-    from ..memory._base import MemoryPlan
+    from ..families.causal_lm.base import Stored
+    from ..families.causal_lm.family import CausalLM
+    from ..seam.family import Batch
+    from ..techniques import MemoryPlan
 
 PART = "language_model"
 HEAD, EMBEDDINGS = "lm_head", "model.embed_tokens.weight"
@@ -204,8 +204,8 @@ def measure_drift(
     `plan` may stream the merged model, from disk if need be. Its device is that of the live model.
     """
     from ..config.schema import ModelConfig
-    from ..families.causal_lm import CausalLM
-    from ..sources import open_source
+    from ..families.causal_lm.family import CausalLM
+    from ..files.sources import open_source
 
     other = CausalLM.open(open_source(str(merged)), ModelConfig(base_model=str(merged)))
     device = family.probe(trained).device
@@ -223,15 +223,15 @@ def measure_drift(
 
 
 def _targets(batch: Mapping[str, Tensor]) -> Tensor:
-    from ..families._lm_loss import find_targets
+    from ..families.causal_lm.loss import find_targets
 
     return find_targets(batch["labels"], batch["weight"]).tokens.cpu()
 
 
 def _log_shares(family: "CausalLM", model: nn.ModuleDict, batch: "Batch") -> Tensor:
     """Log-probabilities (N, V) of the label tokens' places, float32 on the CPU."""
-    from ..families._lm_attention import texts_of
-    from ..families._lm_loss import find_targets
+    from ..families.causal_lm.attention import texts_of
+    from ..families.causal_lm.loss import find_targets
 
     model.eval()
     device = next(p.device for p in model.parameters() if p.device.type != "meta")

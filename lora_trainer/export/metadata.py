@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.schema import Config
 from ..errors import t
-from ._lora import Lora
+from ..layouts.lora import Lora
 
 if TYPE_CHECKING:
-    from ..families._base import Family
+    from ..seam.family import Family
 
 MAX_BYTES = 1_000_000
 """Of the metadata as JSON. safetensors refuses headers over 100 MB; viewers choke far below."""

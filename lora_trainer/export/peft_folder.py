@@ -15,33 +15,33 @@ from typing import TYPE_CHECKING, Any
 
 import peft
 import torch
-from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 
-from ..errors import SourceError, t
-from ..tracker import host_memory
+from ..engine.tracker import host_memory
+from ..errors import t
+from ..layouts.lora import Lora
+from ..layouts.peft import CONFIG, WEIGHTS, read_peft_folder
+from ..layouts.peft import LANGUAGE_PART as PART
+from ..layouts.read import read_tensors
 from ._folders import Entry, new_folder, write_tensors, write_text
-from ._lora import Lora
-from .verify import (
+from .proof import (
     FILE_TOLERANCE,
     OUTPUT_TOLERANCE,
     Verification,
-    _check_consumer,
-    _delta_difference,
-    _lifted_out,
-    _quiet_probe,
-    _relative,
-    _require,
-    _rounded,
+    check_consumer,
+    delta_difference,
+    lifted_out,
+    quiet_probe,
+    relative,
+    require,
+    rounded,
 )
 from .write import DTYPES, Precision, _needs_balance, _refuse_non_finite, cast
 
 if TYPE_CHECKING:
     from ..adapters import Adapter
-    from ..families.causal_lm import CausalLM
+    from ..families.causal_lm.family import CausalLM
 
-PART = "language_model"
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def save_peft_folder(
@@ -134,68 +134,6 @@ def _keyed(lora: Lora) -> dict[str, Tensor]:
     return tensors
 
 
-def read_peft_folder(folder: Path) -> Lora:
-    """The modules of a folder that save_peft_folder or peft wrote, by their paths in our models. SourceError if damaged."""
-    from ._lora import LoraModule
-    from .read import read_tensors
-
-    tensors, _ = read_tensors(folder / WEIGHTS, str(folder))
-    config = _read_config(folder)
-    _refuse_other_parts(folder, tensors, config)
-    lora = {}
-    for key in tensors:
-        if not key.endswith(".lora_A.weight"):
-            continue
-        stem = key.removesuffix(".lora_A.weight")
-        path = stem.removeprefix("base_model.model.")
-        down, up = tensors[key].float(), tensors[f"{stem}.lora_B.weight"].float()
-        magnitude = tensors.get(f"{stem}.lora_magnitude_vector")
-        patterns = config.get("alpha_pattern") or {}  # peft's own reading: a regular expression, or the name's end
-        alpha = patterns.get(get_pattern_key(list(patterns), path), config["lora_alpha"])
-        scale = alpha / (len(down) ** 0.5 if config.get("use_rslora") else len(down))
-        lora[f"{PART}.{path}"] = LoraModule(down, up, scale, None if magnitude is None else magnitude.float())
-    return lora
-
-
-def _refuse_other_parts(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """What peft also keeps in such a folder and we do not train; left out unsaid, the model would not be the one saved."""
-    kind = str(config.get("peft_type") or "LORA")
-    known = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
-    own = [key for key in tensors if ".base_layer." not in key]  # peft copies a frozen head or embedding along
-    strange = sorted(key for key in own if not key.endswith(known))
-    halves = [{key.removesuffix(end) for key in tensors if key.endswith(end)} for end in known[:2]]
-    if kind != "LORA":
-        problem = t(pt=f"a pasta tem um adaptador {kind}, não um LoRA", en=f"the folder holds a {kind} adapter, no LoRA")
-    elif strange:
-        few = ", ".join(strange[:3]) + (", …" if len(strange) > 3 else "")
-        problem = t(
-            pt=f"além do LoRA, a pasta tem pesos que não treino aqui (modules_to_save, embeddings, bias): {few}",
-            en=f"besides the LoRA, the folder holds weights not trained here (modules_to_save, embeddings, bias): {few}",
-        )
-    elif halves[0] != halves[1]:
-        problem = t(
-            pt=f"falta lora_A ou lora_B de {sorted(halves[0] ^ halves[1])[0]}",
-            en=f"lora_A or lora_B of {sorted(halves[0] ^ halves[1])[0]} is missing",
-        )
-    else:
-        return
-    raise SourceError(
-        problem, t(pt="use um LoRA só de camadas lineares", en="use a LoRA of linear layers only"), str(folder)
-    )
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        float(config["lora_alpha"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SourceError(
-            t(pt=f"{CONFIG} falta ou está danificado ({error})", en=f"{CONFIG} is missing or damaged ({error})"),
-            where=str(folder),
-        ) from error
-    return dict(config)
-
-
 def verify_peft_folder(
     model: nn.ModuleDict, adapter: "Adapter", folder: Path, forward: Callable[[nn.ModuleDict], Tensor]
 ) -> Verification:
@@ -205,31 +143,29 @@ def verify_peft_folder(
     """
     with host_memory():
         live, stored = adapter.export(), read_peft_folder(folder)
-        _require(stored.keys() == live.keys(), folder, f"{len(stored)} / {len(live)}")
-        difference = max(_delta_difference(stored[name], live[name]) for name in live)
+        require(stored.keys() == live.keys(), folder, f"{len(stored)} / {len(live)}")
+        difference = max(delta_difference(stored[name], live[name]) for name in live)
         dtype = next(iter(_dtypes(folder)))
-    _require(difference <= FILE_TOLERANCE[dtype], folder, f"delta W: {difference:.2e}")
+    require(difference <= FILE_TOLERANCE[dtype], folder, f"delta W: {difference:.2e}")
     if any(".experts." in path for path in live):
         return Verification(folder, len(live), difference, 0.0, 0.0, t(pt="releitura própria", en="our own reader"))
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), _quiet_probe(model, adapter):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), quiet_probe(model, adapter):
         with adapter.disabled():
             base = forward(model).float()
-        with _lifted_out(model, adapter):
+        with lifted_out(model, adapter):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers in its older words
                 peft.PeftModel.from_pretrained(model[PART], str(folder), low_cpu_mem_usage=False)
-            loaded = _check_consumer(model, stored, folder)
+            loaded = check_consumer(model, stored, folder)
             raw = forward(model)
-        with _rounded(adapter, stored, loaded):
+        with rounded(adapter, stored, loaded):
             reference = forward(model).float()
-    output, effect = _relative(raw.float(), reference), _relative(raw.float(), base)
+    output, effect = relative(raw.float(), reference), relative(raw.float(), base)
     tolerance = max(OUTPUT_TOLERANCE[loaded], OUTPUT_TOLERANCE[raw.dtype])
-    _require(output <= tolerance, folder, f"output: {output:.2e}")
-    _require(effect > 0 or torch.equal(reference, base), folder, "no effect")
+    require(output <= tolerance, folder, f"output: {output:.2e}")
+    require(effect > 0 or torch.equal(reference, base), folder, "no effect")
     return Verification(folder, len(live), difference, output, effect, f"peft {peft.__version__}")
 
 
 def _dtypes(folder: Path) -> set[torch.dtype]:
-    from .read import read_tensors
-
     return {tensor.dtype for tensor in read_tensors(folder / WEIGHTS, str(folder))[0].values()}

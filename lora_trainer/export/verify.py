@@ -8,51 +8,40 @@ called from here; the key lists in tests/golden stand for them.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import diffusers as diffusers_library
 import torch
-from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from ..errors import DivergedError, MachineError, t
-from ..headers import read_header
-from ..tracker import host_memory
-from . import diffusers
-from ._lora import Lora, LoraModule
-from .fused import slots_of
-from .lycoris import Lycoris
-from .read import LoraFile, differences, is_kohya, read_lora, read_tensors
-from .readers import reader_for
+from ..engine.tracker import host_memory
+from ..errors import t
+from ..files.headers import read_header
+from ..layouts import diffusers
+from ..layouts.fused import slots_of
+from ..layouts.read import LoraFile, differences, is_kohya, read_lora
+from ..layouts.readers import reader_for
+from .proof import (
+    FILE_TOLERANCE,
+    OUTPUT_TOLERANCE,
+    Verification,
+    check_consumer,
+    delta_difference,
+    lifted_out,
+    no_effect_notice,
+    quiet_probe,
+    relative,
+    require,
+    rounded,
+    stored_dtype,
+)
 from .verify_lycoris import verify_lycoris
 
 if TYPE_CHECKING:
     from ..adapters import Adapter
-    from ..families._base import Family
-
-FILE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
-"""By the file's dtype: ‖ΔW in the file - ΔW live‖ / ‖ΔW live‖ of the worst module."""
-OUTPUT_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""By the dtype the loader computes in: largest difference of outputs / largest output."""
-
-
-@dataclass(frozen=True)
-class Verification:
-    """Facts of a file that passed. Differences are relative, of what the consumer's loader made of the file:
-    `output_difference` to the trainer's output, `effect` to the base's."""
-
-    path: Path
-    num_modules: int
-    delta_difference: float
-    output_difference: float
-    effect: float
-    reader: str
-    notice: str = ""
+    from ..seam.family import Family
 
 
 def verify(
@@ -67,27 +56,27 @@ def verify(
     with host_memory():
         live = adapter.export()
         file, dtype = _read_checked(path, adapter)
-        delta_difference = max(_delta_difference(file.lora[name], live[name]) for name in live)
-    _require(delta_difference <= FILE_TOLERANCE[dtype], path, f"delta W: {delta_difference:.2e}")
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), _quiet_probe(model, adapter):
+        changed = max(delta_difference(file.lora[name], live[name]) for name in live)
+    require(changed <= FILE_TOLERANCE[dtype], path, f"delta W: {changed:.2e}")
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), quiet_probe(model, adapter):
         with adapter.disabled():
             base = forward(model).float()
-        with _lifted_out(model, adapter):
+        with lifted_out(model, adapter):
             drops_dora = _load_as_consumer(model, family, path, file)
-            compute_dtype = _check_consumer(model, file.lora, path)
+            compute_dtype = check_consumer(model, file.lora, path)
             raw = forward(model)
-        with _rounded(adapter, file.lora, compute_dtype):
+        with rounded(adapter, file.lora, compute_dtype):
             reference = forward(model).float()
-    output_difference, effect = _relative(raw.float(), reference), _relative(raw.float(), base)
+    output_difference, effect = relative(raw.float(), reference), relative(raw.float(), base)
     notice = _dora_notice(output_difference) if drops_dora else ""
     if not drops_dora:
         tolerance = max(OUTPUT_TOLERANCE[compute_dtype], OUTPUT_TOLERANCE[raw.dtype])
-        _require(output_difference <= tolerance, path, f"output: {output_difference:.2e}")
-        _require(effect > 0 or torch.equal(reference, base), path, "no effect")
+        require(output_difference <= tolerance, path, f"output: {output_difference:.2e}")
+        require(effect > 0 or torch.equal(reference, base), path, "no effect")
     if not effect:
         notice = no_effect_notice()
     reader = _our_reader() if _only_we_read(path, family) else f"diffusers {diffusers_library.__version__}"
-    return Verification(path, len(live), delta_difference, output_difference, effect, reader, notice)
+    return Verification(path, len(live), changed, output_difference, effect, reader, notice)
 
 
 def _only_we_read(path: Path, family: "Family") -> bool:
@@ -102,29 +91,13 @@ def _our_reader() -> str:
     )
 
 
-def no_effect_notice() -> str:
-    return t(pt="o LoRA não muda a saída do modelo", en="the LoRA does not change the model's output")
-
-
-def stored_dtype(path: Path) -> torch.dtype:
-    """Of the file's matrices, all found finite."""
-    stored, _ = read_tensors(path, path.name)
-    bad = sorted(key for key, tensor in stored.items() if not bool(tensor.float().isfinite().all()))
-    if bad:
-        raise DivergedError(
-            t(pt=f"o arquivo tem NaN ou infinito ({bad[0]})", en=f"the file has NaN or infinity ({bad[0]})"),
-            where=str(path),
-        )
-    return next(tensor.dtype for tensor in stored.values() if tensor.ndim > 1)
-
-
 def _read_checked(path: Path, adapter: "Adapter") -> tuple[LoraFile, torch.dtype]:
     """The file, found complete and finite, and the dtype of its matrices."""
     dtype = stored_dtype(path)
     prefixes, slots = adapter.family.export_prefixes(), slots_of(adapter.family)
     file = read_lora(path, list(adapter.layers), prefixes, adapter.layers_per_block, slots)
     lines = differences(file, adapter.export())
-    _require(not lines, path, "; ".join(lines))
+    require(not lines, path, "; ".join(lines))
     return file, dtype
 
 
@@ -174,109 +147,3 @@ def _dora_notice(difference: float) -> str:
     )
 
 
-@torch.no_grad()
-def _check_consumer(model: nn.ModuleDict, lora: Lora, path: Path) -> torch.dtype:
-    """Every module was loaded with the file's effect; returns the dtype its weights were loaded in."""
-    loaded = _layers(model)
-    _require(loaded.keys() == lora.keys(), path, f"diffusers: {len(loaded)} / {len(lora)}")
-    dtype = torch.float32
-    for name, layer in loaded.items():
-        (key,) = layer.lora_A.keys()
-        dtype = layer.lora_A[key].weight.dtype
-        with host_memory():
-            down, up = (matrix[key].weight.to("cpu", torch.float32) for matrix in (layer.lora_A, layer.lora_B))
-            got = float(layer.scaling[key]) * (up.flatten(1) @ down.flatten(1))
-            difference = _relative(got, lora[name].delta())
-        _require(difference <= FILE_TOLERANCE[dtype], path, f"diffusers, {name}: {difference:.2e}")
-    return dtype
-
-
-@contextmanager
-def _lifted_out(model: nn.ModuleDict, adapter: "Adapter") -> Iterator[None]:
-    """Inside, the model is the bare base; whatever else was put on it meanwhile is gone afterwards."""
-    ours = {id(layer): layer for layer in adapter.layers.values()}
-    places = [(parent, name, child) for parent, name, child in _children(model) if id(child) in ours]
-    before = {part: set(vars(module)) for part, module in model.items()}
-    for parent, name, layer in places:
-        setattr(parent, name, layer.base_layer)
-    try:
-        yield
-    finally:
-        for parent, name, child in _children(model):
-            if isinstance(child, BaseTunerLayer):
-                setattr(parent, name, child.base_layer)
-        for parent, name, layer in places:
-            setattr(parent, name, layer)
-        for part, module in model.items():
-            for attribute in set(vars(module)) - before[part]:
-                delattr(module, attribute)
-            if getattr(module, "_hf_peft_config_loaded", False):
-                setattr(module, "_hf_peft_config_loaded", False)  # noqa: B010  (mypy reads modules' attributes as tensors)
-        model.requires_grad_(False)
-        for parameter in adapter.named_parameters().values():
-            parameter.requires_grad_(True)
-
-
-@contextmanager
-def _rounded(adapter: "Adapter", lora: Lora | Lycoris, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, the live adapter holds the file's values in `dtype`; afterwards its own storages again."""
-    tensors = adapter.named_tensors()
-    state, own = adapter.state_of(lora), {key: tensor.data for key, tensor in tensors.items()}
-    for key, tensor in tensors.items():
-        tensor.data = state[key].to(tensor.device, dtype)
-    try:
-        yield
-    finally:
-        for key, tensor in tensors.items():
-            tensor.data = own[key]
-
-
-@contextmanager
-def _quiet_probe(model: nn.ModuleDict, adapter: "Adapter") -> Iterator[None]:
-    """No dropout in the adapter; the loader's switches of train and eval mode are undone."""
-    modes = [(module, module.training) for module in model.modules()]
-    for layer in adapter.layers.values():
-        layer.lora_dropout.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def _layers(model: nn.ModuleDict) -> dict[str, LoraLayer]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-
-
-def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    return [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
-
-
-def _delta_difference(stored: LoraModule, live: LoraModule) -> float:
-    pairs = [(stored.delta(), live.delta())]
-    if stored.magnitude is not None and live.magnitude is not None:
-        pairs.append((stored.magnitude, live.magnitude))
-    return max(_relative_norm(a, b) for a, b in pairs)
-
-
-def _relative_norm(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm().clamp_min(1e-30))
-
-
-def _relative(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
-
-
-def _require(condition: bool, path: Path, what: str) -> None:
-    if not condition:
-        raise MachineError(
-            t(
-                pt=f"o arquivo foi gravado, mas lido de volta não é o LoRA treinado ({what})",
-                en=f"the file was written, but read back it is not the LoRA that was trained ({what})",
-            ),
-            t(
-                pt=f"não use este arquivo; relate o erro (diffusers {diffusers_library.__version__})",
-                en=f"do not use this file; report the error (diffusers {diffusers_library.__version__})",
-            ),
-            str(path),
-        )

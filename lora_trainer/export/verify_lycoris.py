@@ -14,17 +14,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..engine.tracker import host_memory
 from ..errors import t
-from ..headers import read_header
-from ..tracker import host_memory
-from .lycoris import Lycoris, LycorisModule, misfits
-from .read import is_kohya
-from .readers import reader_for
+from ..files.headers import read_header
+from ..layouts.lycoris import Lycoris, LycorisModule, misfits
+from ..layouts.read import is_kohya
+from ..layouts.readers import reader_for
+from .proof import (
+    FILE_TOLERANCE,
+    OUTPUT_TOLERANCE,
+    Verification,
+    lifted_out,
+    no_effect_notice,
+    quiet_probe,
+    relative,
+    relative_norm,
+    require,
+    rounded,
+    stored_dtype,
+)
 
 if TYPE_CHECKING:
     from ..adapters import Adapter
-    from ..families._base import Family
-    from .verify import Verification
+    from ..seam.family import Family
 
 LOKR_READERS = ("Flux2LoraLoaderMixin", "ZImageLoraLoaderMixin")
 """diffusers' pipeline loaders that take a LoKr (0.42)."""
@@ -60,30 +72,28 @@ class Changed(nn.Module):
 
 def verify_lycoris(
     model: nn.ModuleDict, adapter: "Adapter", family: "Family", path: Path, forward: Callable[[nn.ModuleDict], Tensor]
-) -> "Verification":
+) -> Verification:
     """As verify.verify, which hands over to it."""
-    from . import verify as common
-
     with host_memory():
-        live, dtype = adapter.export_lycoris(), common.stored_dtype(path)
+        live, dtype = adapter.export_lycoris(), stored_dtype(path)
         file = adapter.read_lycoris(path)
         lines = misfits(file, live)
-        common._require(not lines, path, "; ".join(lines))
-        difference = max(common._relative_norm(file.lora[name].delta(), live[name].delta()) for name in live)
-    common._require(difference <= common.FILE_TOLERANCE[dtype], path, f"delta W: {difference:.2e}")
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), common._quiet_probe(model, adapter):
+        require(not lines, path, "; ".join(lines))
+        difference = max(relative_norm(file.lora[name].delta(), live[name].delta()) for name in live)
+    require(difference <= FILE_TOLERANCE[dtype], path, f"delta W: {difference:.2e}")
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), quiet_probe(model, adapter):
         with adapter.disabled():
             base = forward(model).float()
-        with common._lifted_out(model, adapter):
+        with lifted_out(model, adapter):
             reader = _apply(model, family, path, file.lora)
             raw = forward(model)
-        with common._rounded(adapter, file.lora, torch.float32):
+        with rounded(adapter, file.lora, torch.float32):
             reference = forward(model).float()
-    output, effect = common._relative(raw.float(), reference), common._relative(raw.float(), base)
-    common._require(output <= common.OUTPUT_TOLERANCE[raw.dtype], path, f"output: {output:.2e}")
-    common._require(effect > 0 or torch.equal(reference, base), path, "no effect")
-    notice = "" if effect else common.no_effect_notice()
-    return common.Verification(path, len(live), difference, output, effect, reader, notice)
+    output, effect = relative(raw.float(), reference), relative(raw.float(), base)
+    require(output <= OUTPUT_TOLERANCE[raw.dtype], path, f"output: {output:.2e}")
+    require(effect > 0 or torch.equal(reference, base), path, "no effect")
+    notice = "" if effect else no_effect_notice()
+    return Verification(path, len(live), difference, output, effect, reader, notice)
 
 
 def _apply(model: nn.ModuleDict, family: "Family", path: Path, modules: Lycoris) -> str:

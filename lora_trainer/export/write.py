@@ -21,13 +21,13 @@ from torch import Tensor
 
 from ..atomic import replacing
 from ..errors import DivergedError, MachineError, t
-from . import diffusers, fused, kohya, lycoris
-from ._lora import Lora
+from ..layouts import diffusers, fused, kohya, lycoris
+from ..layouts.lora import Lora
 from .metadata import as_text, capped, hashes, network_facts
 
 if TYPE_CHECKING:
     from ..adapters import Adapter
-    from ..families._base import Family
+    from ..seam.family import Family
 
 Format = Literal["kohya", "diffusers"]
 Precision = Literal["fp16", "bf16", "fp32"]

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from .. import plugins
+from ..bases.refusal import refusal
 from ..config.names import shown
 from ..config.schema import DataConfig, ModelConfig
 from ..errors import ConfigError, SourceError, t
-from ..sources import Source, open_source
-from ._base import Family
-from ._refusal import refusal
+from ..files.sources import Source, open_source
+from ..seam.family import Family
 
 PACKAGE = "lora_trainer.families"
 
@@ -35,7 +35,7 @@ def resolve(model: ModelConfig, data: DataConfig, *, planning: bool = False) -> 
             shown("model", "family"),
         )
     base = model.base_or_architecture or str(family_class(model.family).shipped_architecture())
-    source = replace(open_source(base), planning=planning)
+    source = replace(open_source(base, shown("model", "base_model")), planning=planning)
     chosen = _recognised(source, names)
     if chosen is None:
         raise refusal(source)
@@ -56,13 +56,8 @@ def resolve(model: ModelConfig, data: DataConfig, *, planning: bool = False) -> 
 
 
 def family_class(name: str) -> type[Family]:
-    family: type[Family] = plugins.load(PACKAGE, name).FAMILY
+    family: type[Family] = plugins.load(f"{PACKAGE}.{name}", "family").FAMILY
     return family
-
-
-def family_titles() -> list[str]:
-    """What all of them are called, for people."""
-    return [family_class(name).title for name in plugins.available(PACKAGE)]
 
 
 def _recognised(source: Source, names: list[str]) -> type[Family] | None:

@@ -16,8 +16,8 @@ import torch
 
 from ..data.batches import Draw
 from ..data.variants import stable_hash
-from ..families._base import Batch
-from ..tracker import host_memory
+from ..engine.tracker import host_memory
+from ..seam.family import Batch
 from .dataset import TextDataset
 from .pack import plan_groups, plan_packs
 from .tokens import IGNORED, Tokenised

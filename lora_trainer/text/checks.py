@@ -8,8 +8,8 @@ from ..config.names import shown
 from ..config.schema import Config
 from ..errors import ConfigError, SourceError, t
 from ..export.gguf_lora import check_gguf_lora
-from ..families._lm_base import is_gguf_source
-from ..families.causal_lm import PART, CausalLM
+from ..families.causal_lm.base import is_gguf_source
+from ..families.causal_lm.family import PART, CausalLM
 from .dataset import TextDataset
 
 OF_IMAGES = {

@@ -7,9 +7,9 @@ from ..config.schema import Config, TrainingConfig
 from ..data.check import Progress
 from ..data.notes import counted
 from ..errors import t
-from ..families.causal_lm import CausalLM
-from ..memory.caching import Encoding
+from ..families.causal_lm.family import CausalLM
 from ..modality import Desk, Modality, RunFacts
+from ..planner.caching import Encoding
 from .batches import TextBatchPlan, TextLoader
 from .checks import check_options, check_vocabulary, length_warnings, option_warnings
 from .dataset import TextDataset, build

@@ -14,19 +14,19 @@ import torch
 from torch import nn
 
 from ..adapters import Adapter
+from ..engine.tracker import host_memory
 from ..errors import t
 from ..export._folders import write_text
-from ..export._lora import Lora
 from ..export.gguf_lora import modelfile, read_gguf_lora, write_gguf_lora
 from ..export.merge import measure_drift, merge
 from ..export.peft_folder import save_peft_folder, verify_peft_folder
-from ..families._lm_base import is_gguf_source
-from ..families.causal_lm import PART, CausalLM
+from ..families.causal_lm.base import is_gguf_source
+from ..families.causal_lm.family import PART, CausalLM
+from ..layouts.lora import Lora
 from ..loop import to_device
-from ..memory._base import MemoryPlan
-from ..memory.block_streaming import BlockStreaming
 from ..modality import Outputs, RunFacts
-from ..tracker import host_memory
+from ..techniques import MemoryPlan
+from ..techniques.block_streaming import BlockStreaming
 from .batches import TextBatchPlan, TextLoader
 from .report import facts as data_facts
 

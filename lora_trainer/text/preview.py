@@ -13,11 +13,11 @@ from torch import nn
 
 from ..adapters import Adapter
 from ..errors import t
-from ..families.causal_lm import CausalLM
-from ..memory._base import MemoryPlan
-from ..memory.recover import free_memory, is_out_of_memory
+from ..families.causal_lm.family import CausalLM
+from ..journal.run_folder import RunFolder
 from ..modality import Desk
-from ..run_folder import RunFolder
+from ..runtime.recover import free_memory, is_out_of_memory
+from ..techniques import MemoryPlan
 from .schemas import Turn
 from .templates import ChatTemplate
 

@@ -30,7 +30,7 @@ import psutil  # noqa: E402
 import torch  # noqa: E402
 from helpers.measured_run import PHASES, Case, measure, predict, training_peak, write_base  # noqa: E402
 
-from lora_trainer.tracker import PhasePeak  # noqa: E402
+from lora_trainer.engine.tracker import PhasePeak  # noqa: E402
 
 MEDIAN, WORST, UNDER = 0.01, 0.03, 0.005
 """Limits of the relative error: of half the cases, of all, and downwards."""

@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "recipes")]
 
 from recipe import events, run
 
-from lora_trainer.tracker import MemoryTracker
+from lora_trainer.engine.tracker import MemoryTracker
 
 SHARES = (1.1, 0.9, 0.7, 0.5, 0.4, 0.33, 0.25)
 DEMO = (

@@ -16,11 +16,12 @@ import numpy as np  # noqa: E402
 from gguf import GGMLQuantizationType, GGUFWriter  # noqa: E402
 from helpers.measured_run import PHASES, Case, measure, predict, training_peak  # noqa: E402
 
+from lora_trainer.bases.architecture import shipped  # noqa: E402
 from lora_trainer.config.schema import Config  # noqa: E402
-from lora_trainer.families import _architecture, resolve  # noqa: E402
-from lora_trainer.families import _flux_names as names  # noqa: E402
-from lora_trainer.families._base import Family  # noqa: E402
-from lora_trainer.families.flux import FluxTransformer2DModel  # noqa: E402
+from lora_trainer.families import resolve  # noqa: E402
+from lora_trainer.families.flux import names  # noqa: E402
+from lora_trainer.families.flux.family import FluxTransformer2DModel  # noqa: E402
+from lora_trainer.seam.family import Family  # noqa: E402
 
 LAYERS = {"num_layers": 2, "num_single_layers": 4}
 LEAN = {
@@ -41,7 +42,7 @@ class Alone(Case):
 
 
 def architecture(folder: Path) -> Path:
-    config = _architecture.shipped("flux", "transformer") | LAYERS
+    config = shipped("flux", "transformer") | LAYERS
     (folder / "transformer").mkdir(parents=True)
     (folder / "transformer" / "config.json").write_text(json.dumps(config))
     return folder
@@ -52,7 +53,7 @@ def write_q4_0(path: Path) -> None:
     import torch
 
     with torch.device("meta"):
-        model = FluxTransformer2DModel.from_config(_architecture.shipped("flux", "transformer") | LAYERS)
+        model = FluxTransformer2DModel.from_config(shipped("flux", "transformer") | LAYERS)
     shapes: dict[str, list[int]] = {}
     for name, value in model.state_dict().items():
         layer, _, leaf = name.rpartition(".")

@@ -80,9 +80,9 @@ def write_base(gguf: Path, folder: Path) -> None:
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    from lora_trainer.families._lm_base import GgufBase
-    from lora_trainer.gguf.tokenizer import tokenizer
-    from lora_trainer.sources import Source
+    from lora_trainer.families.causal_lm.base import GgufBase
+    from lora_trainer.files.gguf_tokenizer import tokenizer
+    from lora_trainer.files.sources import Source
 
     base = GgufBase(Source(gguf, "file", "modelo_base"), unpacked=True)
     module = base.build(torch.bfloat16)

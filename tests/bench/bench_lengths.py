@@ -16,11 +16,11 @@ import torch  # noqa: E402
 
 from lora_trainer.config.loading import load  # noqa: E402
 from lora_trainer.families import resolve  # noqa: E402
-from lora_trainer.hardware import Precision  # noqa: E402
-from lora_trainer.memory import options as o  # noqa: E402
-from lora_trainer.memory.allowance import base_allowance  # noqa: E402
-from lora_trainer.memory.plan import Planner  # noqa: E402
-from lora_trainer.memory.simulate import Shape  # noqa: E402
+from lora_trainer.machine.allowance import base_allowance  # noqa: E402
+from lora_trainer.machine.hardware import Precision  # noqa: E402
+from lora_trainer.planner import options as o  # noqa: E402
+from lora_trainer.planner.plan import Planner  # noqa: E402
+from lora_trainer.planner.simulate import Shape  # noqa: E402
 
 GIB = 2**30
 PUBLISHED = {8: 2972, 12: 21848, 16: 40724, 24: 78475}

@@ -1,6 +1,6 @@
 """Does the step-time model put plans in the order that a clock does?  python tests/bench/bench_plans.py [rounds]
 
-The planner ranks plans by counted FLOPs and copied bytes (memory/speed.py). Here some plans of one reduced UNet are set up
+The planner ranks plans by counted FLOPs and copied bytes (machine/speed.py). Here some plans of one reduced UNet are set up
 side by side and stepped in turns, so that a busy machine slows them alike; the least time of each counts. Printed: predicted
 and measured seconds, Spearman's and Kendall's rank correlations. Pairs that the model holds equal (within 2 %) are left out
 of Kendall's. On a CPU, copies take time from computing and packed weights are slow to unpack, as on no card.
@@ -21,7 +21,7 @@ import torch  # noqa: E402
 from helpers.measured_run import Case, predict, random_batch, set_up, write_base  # noqa: E402
 
 from lora_trainer import loop  # noqa: E402
-from lora_trainer.memory.speed import speed_of  # noqa: E402
+from lora_trainer.machine.speed import speed_of  # noqa: E402
 
 CHECKPOINTING = {"training": {"gradient_checkpointing": "yes"}}
 PLANS: dict[str, dict[str, Any]] = {

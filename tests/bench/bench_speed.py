@@ -40,10 +40,11 @@ def loop_overhead(steps: int) -> None:
     import torch
     from recipe import make
 
-    from lora_trainer import adapters, loop, optimizers, schedules
+    from lora_trainer import adapters, loop
     from lora_trainer.config.loading import load
     from lora_trainer.families import resolve
-    from lora_trainer.memory._base import MemoryPlan
+    from lora_trainer.optim import optimizers, schedules
+    from lora_trainer.techniques import MemoryPlan
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +83,7 @@ def second_start() -> None:
     import PIL.Image
     from recipe import make, run
 
-    from lora_trainer.families.sd15 import SD15
+    from lora_trainer.families.sd15.family import SD15
 
     counts = {"images": 0, "encoders": 0}
 

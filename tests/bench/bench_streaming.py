@@ -15,13 +15,14 @@ from diffusers import UNet2DConditionModel
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from lora_trainer.families._architecture import shipped
-from lora_trainer.families._unet import block_groups
-from lora_trainer.memory._base import MemoryPlan, Technique
-from lora_trainer.memory.activation_offload import ActivationOffload
-from lora_trainer.memory.block_streaming import BlockStreaming, streaming_report
-from lora_trainer.memory.gradient_checkpointing import GradientCheckpointing
-from lora_trainer.tracker import MemoryTracker, host_memory
+from lora_trainer.bases.architecture import shipped
+from lora_trainer.diffusion.unet import block_groups
+from lora_trainer.engine.tracker import MemoryTracker, host_memory
+from lora_trainer.seam.technique import Technique
+from lora_trainer.techniques import MemoryPlan
+from lora_trainer.techniques.activation_offload import ActivationOffload
+from lora_trainer.techniques.block_streaming import BlockStreaming, streaming_report
+from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CHECKPOINTING = GradientCheckpointing()

@@ -33,9 +33,9 @@ from helpers.out_of_memory import RunsOutIn
 from recipe import events, run
 from safetensors.torch import load_file
 
-from lora_trainer.memory import recover
-from lora_trainer.planning import Planning
-from lora_trainer.training import Training
+from lora_trainer.planner import ladder
+from lora_trainer.run.planning import Planning
+from lora_trainer.run.training import Training
 
 SHARES = {
     "forward": 0.28, "backward": 0.28, "optimizer": 0.12, "load": 0.1, "validation": 0.08, "preview": 0.06, "save": 0.06,
@@ -68,7 +68,7 @@ def from_the_last_rung() -> Any:
 
     def settled(self: Planning, *args: Any, **kwargs: Any) -> Any:
         loaded = settle(self, *args, **kwargs)
-        while (lower := recover.next_rung(self.rung, loaded.settled)) is not None:
+        while (lower := ladder.next_rung(self.rung, loaded.settled)) is not None:
             self.rung = lower
         return loaded
 

@@ -26,7 +26,7 @@ if NAME == "unsloth":
 
 import torch  # noqa: E402
 
-from lora_trainer.tracker import MemoryTracker  # noqa: E402
+from lora_trainer.engine.tracker import MemoryTracker  # noqa: E402
 
 MARK = "@@"
 OUT = os.fdopen(os.dup(1), "w", buffering=1)
@@ -86,12 +86,13 @@ def rows() -> list[list[int]]:
 
 
 def ours() -> None:
-    from lora_trainer import adapters, loop, optimizers
+    from lora_trainer import adapters, loop
     from lora_trainer.config.schema import ModelConfig, TrainingConfig
-    from lora_trainer.families.causal_lm import CausalLM
-    from lora_trainer.memory._base import MemoryPlan
-    from lora_trainer.memory.mixed_precision import MixedPrecision
-    from lora_trainer.sources import open_source
+    from lora_trainer.families.causal_lm.family import CausalLM
+    from lora_trainer.files.sources import open_source
+    from lora_trainer.optim import optimizers
+    from lora_trainer.techniques import MemoryPlan
+    from lora_trainer.techniques.mixed_precision import MixedPrecision
 
     cpu = torch.device("cpu")
     training = TrainingConfig(learning_rate=LEARNING_RATE, weight_decay=0.0)

@@ -19,11 +19,12 @@ HERE, TESTS = Path(__file__).parent, Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 from lora_trainer.adapters import Adapter, inject
+from lora_trainer.bases import architecture as _architecture
 from lora_trainer.config.schema import DataConfig, ModelConfig
-from lora_trainer.export import read_lora
-from lora_trainer.export.fused import slots_of
 from lora_trainer.export.write import save_adapter
-from lora_trainer.families import _architecture, resolve
+from lora_trainer.families import resolve
+from lora_trainer.layouts import read_lora
+from lora_trainer.layouts.fused import slots_of
 
 LAYOUTS = ("diffusers", "kohya")
 RELEASES: dict[str, tuple[dict[str, Any], str]] = {

@@ -2,7 +2,7 @@
 
 For SD 1.5 at 512 and SDXL at 1024 pixels, under a memory fraction of 4, 6, 8, 12 and 24 GiB: the plan that the planner picks, made
 for real with random weights; its predicted peak against max_memory_allocated and max_memory_reserved, its predicted time
-against the clock. Then what streaming costs, a run that really runs out of memory, and the parts of memory/allowance.py as a
+against the clock. Then what streaming costs, a run that really runs out of memory, and the parts of machine/allowance.py as a
 line to put there. What the time does not suffice for is named. Without a card only the plans are made.
 """
 
@@ -25,15 +25,15 @@ import torch  # noqa: E402
 from helpers.measured_run import Case, random_batch, set_up  # noqa: E402
 
 from lora_trainer import loop  # noqa: E402
-from lora_trainer.card import GIB, Card, read_card  # noqa: E402
-from lora_trainer.hardware import Precision, choose_precision  # noqa: E402
-from lora_trainer.memory.allowance import MIB, Allowance, base_allowance  # noqa: E402
-from lora_trainer.memory.block_streaming import streaming_report  # noqa: E402
-from lora_trainer.memory.cap import cap_process  # noqa: E402
-from lora_trainer.memory.foresee import named  # noqa: E402
-from lora_trainer.memory.plan import CHECKPOINTING, STREAMING, Planner, with_values  # noqa: E402
-from lora_trainer.memory.simulate import Shape  # noqa: E402
-from lora_trainer.memory.speed import speed_of  # noqa: E402
+from lora_trainer.machine.allowance import MIB, Allowance, base_allowance  # noqa: E402
+from lora_trainer.machine.cap import cap_process  # noqa: E402
+from lora_trainer.machine.card import GIB, Card, read_card  # noqa: E402
+from lora_trainer.machine.hardware import Precision, choose_precision  # noqa: E402
+from lora_trainer.machine.speed import speed_of  # noqa: E402
+from lora_trainer.planner.foresee import named  # noqa: E402
+from lora_trainer.planner.plan import CHECKPOINTING, STREAMING, Planner, with_values  # noqa: E402
+from lora_trainer.planner.simulate import Shape  # noqa: E402
+from lora_trainer.techniques.block_streaming import streaming_report  # noqa: E402
 
 AUTO = {
     "model": {"lora_rank": 16},
@@ -212,7 +212,7 @@ def recovery(bench: Bench) -> None:
     from recipe import events, make, run
     from safetensors.torch import load_file
 
-    from lora_trainer import run as run_module
+    from lora_trainer.run import run as run_module
 
     options = {
         "treino": {"passos_acumulacao_gradiente": 1, "epocas": 4, "taxa_aprendizado": 1e-3, "precisao_mista": "nao"},
@@ -254,7 +254,7 @@ def constants(bench: Bench) -> None:
     context = max(one.context or 0 for one in done)
     workspaces = max((one.allocated or 0) - one.predicted for one in done)
     slack = max((one.reserved or 0) / (one.allocated or 1) - 1 for one in done)
-    print(f"\n{bench.card.name}, torch {torch.__version__}; for memory/allowance.py:")
+    print(f"\n{bench.card.name}, torch {torch.__version__}; for machine/allowance.py:")
     print(f"    ({bench.card.capability[0]}, Allowance(context={-(-context // MIB)} * MIB, "
           f"workspaces={-(-max(workspaces, 0) // MIB)} * MIB, slack={slack:.3f})),")  # fmt: skip
     short = [one.name for one in done if (one.reserved or 0) > one.predicted_reserved]

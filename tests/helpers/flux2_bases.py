@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import Mistral3Config, Mistral3ForConditionalGeneration, PreTrainedTokenizerFast
 
-from lora_trainer.families import _architecture as architecture
-from lora_trainer.families import _flux2_names as flux2_names
-from lora_trainer.families._flux2_vae import _locate_original
-from lora_trainer.kinds import Part
+from lora_trainer.bases import architecture
+from lora_trainer.families.flux2 import names as flux2_names
+from lora_trainer.families.flux2.vae import _locate_original
+from lora_trainer.files.kinds import Part
 
 from .flux_bases import randomised, to_fp8, write_gguf
 from .llm_files import TEXTS, body_of, comfy_state, tiny_text_config, whole_model, write_qwen_tokenizer

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import T5EncoderModel, T5Tokenizer
 
-from lora_trainer.families import _architecture as architecture
-from lora_trainer.families import _flux_names as flux_names
-from lora_trainer.families._components import BUILDERS
-from lora_trainer.families._parts import build_t5
+from lora_trainer.bases import architecture
+from lora_trainer.bases.components import BUILDERS
+from lora_trainer.bases.parts import build_t5
+from lora_trainer.families.flux import names as flux_names
 
 from .original_checkpoint import original_names, write_words
 

@@ -138,7 +138,7 @@ def as_llama_cpp(value: torch.Tensor, tensor: str, config: Any, arch: str) -> to
 
 def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     """Blocks of random bytes whose factors make weights of about 0.05, for kinds that `gguf` cannot quantise to."""
-    from lora_trainer.gguf.blocks import LAYOUTS
+    from lora_trainer.files.gguf_blocks import LAYOUTS
 
     layout, random = LAYOUTS[kind], np.random.default_rng(seed)
     blocks = random.integers(0, 256, (prod(shape) // layout.weights, layout.nbytes), dtype=np.uint8)
@@ -230,7 +230,7 @@ def probe_ids() -> torch.Tensor:
 
 def tiny_lora(model: nn.Module) -> dict[str, Any]:
     """A LoRA on every linear layer that llama.cpp takes one for: two ranks, two scales."""
-    from lora_trainer.export import LoraModule
+    from lora_trainer.layouts import LoraModule
 
     lora = {}
     for name, layer in model.named_modules():

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from lora_trainer.config.schema import ModelConfig
-from lora_trainer.families._lm_base import GgufBase
-from lora_trainer.families.causal_lm import CausalLM
-from lora_trainer.gguf.reader import GgufFile
-from lora_trainer.sources import Source
+from lora_trainer.families.causal_lm.base import GgufBase
+from lora_trainer.families.causal_lm.family import CausalLM
+from lora_trainer.files.gguf_reader import GgufFile
+from lora_trainer.files.sources import Source
 
 
 class GgufLM(CausalLM):

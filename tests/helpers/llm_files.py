@@ -11,7 +11,7 @@ from gguf.quants import quantize
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer
 
-from lora_trainer.families._llm_text import MODELS, gguf_key
+from lora_trainer.diffusion.llm_text import MODELS, gguf_key
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 TEXTS = [

@@ -17,17 +17,16 @@ from torch import Tensor, nn
 
 from helpers.original_checkpoint import original_names, tiny_configs, write_words
 from lora_trainer import loop
+from lora_trainer.bases import architecture
+from lora_trainer.bases.components import BUILDERS
+from lora_trainer.bases.weights import Piece, Weights
 from lora_trainer.config.schema import Config
-from lora_trainer.families import _architecture, resolve
-from lora_trainer.families._base import Batch, Family, Framing, Sampling
-from lora_trainer.families._components import BUILDERS
-from lora_trainer.families._weights import Piece, Weights
-from lora_trainer.hardware import DTYPES, Precision
-from lora_trainer.headers import TensorInfo
-from lora_trainer.memory._base import MemoryPlan
-from lora_trainer.memory.block_streaming import ring_buffers
-from lora_trainer.memory.recover import Rung
-from lora_trainer.memory.simulate import (
+from lora_trainer.engine.tracker import MemoryTracker, PhasePeak, mark_resident
+from lora_trainer.families import resolve
+from lora_trainer.files.headers import TensorInfo
+from lora_trainer.machine.hardware import DTYPES, Precision
+from lora_trainer.planner.ladder import Rung
+from lora_trainer.planner.simulate import (
     Prediction,
     Shape,
     WatchedPlan,
@@ -36,9 +35,11 @@ from lora_trainer.memory.simulate import (
     simulation_device,
     state_tensors,
 )
-from lora_trainer.memory.techniques import make_plan
-from lora_trainer.setup import Setup, Target
-from lora_trainer.tracker import MemoryTracker, PhasePeak, mark_resident
+from lora_trainer.planner.techniques import make_plan
+from lora_trainer.run.setup import Setup, Target
+from lora_trainer.seam.family import Batch, Family, Framing, Sampling
+from lora_trainer.techniques import MemoryPlan
+from lora_trainer.techniques.block_streaming import ring_buffers
 
 CPU = torch.device("cpu")
 PHASES = ("load", "forward", "backward", "optimizer")
@@ -46,13 +47,13 @@ Configs = dict[str, dict[str, Any]]
 
 
 def _sd1(configs: Configs, widths: list[int], text_width: int) -> None:
-    released = _architecture.shipped("sd1", "unet")
+    released = architecture.shipped("sd1", "unet")
     configs["unet"] = {**released, "block_out_channels": widths, "cross_attention_dim": text_width}
     _text(configs["text_encoder"], text_width)
 
 
 def _sdxl(configs: Configs, widths: list[int], layers: list[int], pooled: int) -> None:
-    released = _architecture.shipped("sdxl", "unet")
+    released = architecture.shipped("sdxl", "unet")
     _text(configs["text_encoder"], 64)
     _text(configs["text_encoder_2"], 128, pooled)
     configs["unet"] = {
@@ -211,7 +212,7 @@ def measure(case: Case, base: Path | None, steps: int = 2, folder: Path = Path()
 
 @torch.no_grad()
 def measure_between(case: Case, base: Path) -> dict[str, PhasePeak]:
-    """Validation and a preview after a real optimizer step, as training.py and preview.py make them."""
+    """Validation and a preview after a real optimizer step, as run/training.py and data/preview.py make them."""
     family, config = case.open(base)
     with MemoryTracker() as tracker:
         tracker.enter_phase("load")

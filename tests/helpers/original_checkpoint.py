@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lora_trainer.bases import architecture, single_file
+from lora_trainer.bases.components import BUILDERS
 from lora_trainer.demo.tokenizer import write_tokenizer
-from lora_trainer.families import _architecture as architecture
-from lora_trainer.families import _single_file as single_file
-from lora_trainer.families._components import BUILDERS
-from lora_trainer.kinds import Part
+from lora_trainer.files.kinds import Part
 
 CAPTION = "a photo of a cat on red"
 WORDS = [CAPTION]

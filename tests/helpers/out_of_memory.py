@@ -9,11 +9,12 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lora_trainer import loop, tracker
+from lora_trainer import loop
 from lora_trainer.data import _work
-from lora_trainer.preview import ImagePreviews
-from lora_trainer.setup import Setup
-from lora_trainer.training import Training
+from lora_trainer.data.preview import ImagePreviews
+from lora_trainer.engine import tracker
+from lora_trainer.run.setup import Setup
+from lora_trainer.run.training import Training
 
 MESSAGE = "CUDA out of memory. Tried to allocate 64.00 MiB (GPU 0; 8.00 GiB total)"
 PHASES: tuple[tuple[Any, str, str], ...] = (

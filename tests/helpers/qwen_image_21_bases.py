@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from lora_trainer.families import _architecture as architecture
-from lora_trainer.families import _qwen21_vae as qwen21_vae
+from lora_trainer.bases import architecture
+from lora_trainer.families.qwen_image_21 import vae as qwen21_vae
 
 from .flux_bases import randomised, to_fp8, write_gguf
 from .llm_files import body_of, comfy_state, tiny_text_config, whole_model, write_qwen_tokenizer

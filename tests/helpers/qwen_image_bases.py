@@ -9,8 +9,8 @@ from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lora_trainer.families import _architecture as architecture
-from lora_trainer.families import _qwen_vae as qwen_vae
+from lora_trainer.bases import architecture
+from lora_trainer.families.qwen_image import vae as qwen_vae
 
 from .flux_bases import randomised, to_fp8, write_gguf
 from .llm_files import body_of, comfy_state, tiny_text_config, whole_model, write_qwen_tokenizer

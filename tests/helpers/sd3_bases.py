@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import T5EncoderModel
 
-from lora_trainer.families import _architecture as architecture
-from lora_trainer.families import _sd3_names as sd3_names
-from lora_trainer.families._components import BUILDERS
-from lora_trainer.families._parts import build_t5
+from lora_trainer.bases import architecture
+from lora_trainer.bases.components import BUILDERS
+from lora_trainer.bases.parts import build_t5
+from lora_trainer.families.sd3 import names as sd3_names
 
 from .flux_bases import randomised, to_fp8, write_gguf, write_t5_tokenizer
 from .original_checkpoint import original_names, write_words

@@ -9,8 +9,8 @@ from diffusers import AutoencoderKL, ZImageTransformer2DModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lora_trainer.families import _architecture as architecture
-from lora_trainer.families import _z_image_names as names
+from lora_trainer.bases import architecture
+from lora_trainer.families.z_image import names
 
 from . import flux_bases
 from .flux_bases import randomised, to_fp8, write_gguf

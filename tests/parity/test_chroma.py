@@ -11,11 +11,11 @@ from diffusers import ChromaPipeline
 from helpers.bases import close, written
 
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
+from lora_trainer.diffusion.packing import unpack
+from lora_trainer.diffusion.prompts import MASK
 from lora_trainer.families import resolve
-from lora_trainer.families._base import Sampling
-from lora_trainer.families._packing import unpack
-from lora_trainer.families._prompts import MASK
-from lora_trainer.families.chroma import Chroma
+from lora_trainer.families.chroma.family import Chroma
+from lora_trainer.seam.family import Sampling
 
 CAPTIONS = ["a photo of a cat on red", "a cat"]
 TOKENS = 128

@@ -9,10 +9,10 @@ from helpers.bases import close
 from helpers.flux_bases import write_folder
 
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
+from lora_trainer.diffusion.packing import pack, positions, unpack
 from lora_trainer.families import resolve
-from lora_trainer.families._base import Framing, Sampling
-from lora_trainer.families._packing import pack, positions, unpack
-from lora_trainer.families.flux import Flux
+from lora_trainer.families.flux.family import Flux
+from lora_trainer.seam.family import Framing, Sampling
 
 CAPTION = "a photo of a cat on red"
 CPU = torch.device("cpu")

@@ -12,9 +12,9 @@ from helpers.flux2_bases import write_folder
 
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.families import resolve
-from lora_trainer.families._base import Framing, Sampling
-from lora_trainer.families._flux2_vae import patchify, unpatchify
-from lora_trainer.families.flux2 import Flux2, empirical_mu, positions, text_positions
+from lora_trainer.families.flux2.family import Flux2, empirical_mu, positions, text_positions
+from lora_trainer.families.flux2.vae import patchify, unpatchify
+from lora_trainer.seam.family import Framing, Sampling
 
 CAPTION = "a photo of a cat on red"
 CPU = torch.device("cpu")

@@ -10,18 +10,19 @@ from torch import Tensor
 
 from lora_trainer.adapters import inject
 from lora_trainer.config.schema import ModelConfig, TrainingConfig
+from lora_trainer.engine.packed import packing_report
 from lora_trainer.export.gguf_lora import read_gguf_lora, write_gguf_lora
-from lora_trainer.families._base import Batch
-from lora_trainer.gguf.blocks import SUPPORTED
+from lora_trainer.files.gguf_blocks import SUPPORTED
 from lora_trainer.loop import Trainee, train
-from lora_trainer.memory._base import MemoryPlan, Technique
-from lora_trainer.memory._packed import packing_report
-from lora_trainer.memory.activation_offload import ActivationOffload
-from lora_trainer.memory.block_streaming import BlockStreaming, streaming_report
-from lora_trainer.memory.embedding_offload import EmbeddingOffload
-from lora_trainer.memory.gradient_checkpointing import GradientCheckpointing
-from lora_trainer.memory.mixed_precision import MixedPrecision
-from lora_trainer.optimizers import param_groups
+from lora_trainer.optim.optimizers import param_groups
+from lora_trainer.seam.family import Batch
+from lora_trainer.seam.technique import Technique
+from lora_trainer.techniques import MemoryPlan
+from lora_trainer.techniques.activation_offload import ActivationOffload
+from lora_trainer.techniques.block_streaming import BlockStreaming, streaming_report
+from lora_trainer.techniques.embedding_offload import EmbeddingOffload
+from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
+from lora_trainer.techniques.mixed_precision import MixedPrecision
 
 CPU = torch.device("cpu")
 STEPS = 20

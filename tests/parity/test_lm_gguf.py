@@ -12,17 +12,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lora_trainer.config.schema import Config, ModelConfig
+from lora_trainer.engine.packed import packed_weights
+from lora_trainer.engine.tracker import ROUNDING
 from lora_trainer.export.merge import merge
-from lora_trainer.families._lm_base import GgufBase
-from lora_trainer.families.causal_lm import PART, CausalLM
-from lora_trainer.memory._base import MemoryPlan
-from lora_trainer.memory._packed import packed_weights
-from lora_trainer.memory.block_streaming import BlockStreaming
-from lora_trainer.memory.embedding_offload import EmbeddingOffload
-from lora_trainer.memory.gradient_checkpointing import GradientCheckpointing
-from lora_trainer.memory.simulate import Shape, simulate_training
-from lora_trainer.sources import Source
-from lora_trainer.tracker import ROUNDING
+from lora_trainer.families.causal_lm.base import GgufBase
+from lora_trainer.families.causal_lm.family import PART, CausalLM
+from lora_trainer.files.sources import Source
+from lora_trainer.planner.simulate import Shape, simulate_training
+from lora_trainer.techniques import MemoryPlan
+from lora_trainer.techniques.block_streaming import BlockStreaming
+from lora_trainer.techniques.embedding_offload import EmbeddingOffload
+from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
 
 MODELS = ["llama", "qwen3", "gemma2", "qwen3moe"]
 IDS = torch.randint(96, (1, 16), generator=torch.Generator().manual_seed(0))

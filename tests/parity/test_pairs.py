@@ -9,13 +9,13 @@ import pytest
 import torch
 from test_streaming import BF16, CHECKPOINTING, OFFLOAD, RELEASES, STREAMING, Run, bases  # noqa: F401  (a fixture)
 
-from lora_trainer.memory._base import Technique
-from lora_trainer.memory.attention_slicing import AttentionSlicing
-from lora_trainer.memory.cast_fp8 import CastFp8
-from lora_trainer.memory.optimizer_8bit import Optimizer8bit
-from lora_trainer.memory.optimizer_in_backward import OptimizerInBackward
-from lora_trainer.memory.quantize_4bit import Quantize4bit
-from lora_trainer.memory.quantize_8bit import Quantize8bit
+from lora_trainer.seam.technique import Technique
+from lora_trainer.techniques.attention_slicing import AttentionSlicing
+from lora_trainer.techniques.cast_fp8 import CastFp8
+from lora_trainer.techniques.optimizer_8bit import Optimizer8bit
+from lora_trainer.techniques.optimizer_in_backward import OptimizerInBackward
+from lora_trainer.techniques.quantize_4bit import Quantize4bit
+from lora_trainer.techniques.quantize_8bit import Quantize8bit
 
 SLICING, IN_BACKWARD = AttentionSlicing(score_bytes=1024), OptimizerInBackward()
 LOSSLESS: dict[str, tuple[Technique, ...]] = {

@@ -15,8 +15,8 @@ from helpers.measured_run import (
     write_base,
 )
 
-from lora_trainer.memory.simulate import Shape, simulate_captions, simulate_images, simulate_run
-from lora_trainer.memory.techniques import make_plan
+from lora_trainer.planner.simulate import Shape, simulate_captions, simulate_images, simulate_run
+from lora_trainer.planner.techniques import make_plan
 
 CHECKPOINTING = {"gradient_checkpointing": "yes"}
 CASES = {

@@ -9,13 +9,13 @@ from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 from helpers.bases import close, written
 
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
+from lora_trainer.diffusion.packing import pack, unpack
+from lora_trainer.diffusion.prompts import MASK
+from lora_trainer.engine.vae_tiling import tiled
 from lora_trainer.families import resolve
-from lora_trainer.families._base import Framing, Sampling
-from lora_trainer.families._packing import pack, unpack
-from lora_trainer.families._prompts import MASK
-from lora_trainer.families._qwen_transformer import Positions
-from lora_trainer.families.qwen_image import QwenImage
-from lora_trainer.memory.vae_tiling import tiled
+from lora_trainer.families.qwen_image.family import QwenImage
+from lora_trainer.families.qwen_image.names import Positions
+from lora_trainer.seam.family import Framing, Sampling
 
 CAPTION = "a photo of a cat on red"
 CPU = torch.device("cpu")

@@ -9,12 +9,12 @@ from helpers import bases
 from helpers.bases import close, written
 
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
+from lora_trainer.diffusion.prompts import MASK
+from lora_trainer.engine.vae_tiling import tiled
 from lora_trainer.families import resolve
-from lora_trainer.families._base import Framing, Sampling
-from lora_trainer.families._prompts import MASK
-from lora_trainer.families._qwen21_transformer import Positions
-from lora_trainer.families.qwen_image_21 import SYSTEM, QwenImage21
-from lora_trainer.memory.vae_tiling import tiled
+from lora_trainer.families.qwen_image_21.family import SYSTEM, QwenImage21
+from lora_trainer.families.qwen_image_21.names import Positions
+from lora_trainer.seam.family import Framing, Sampling
 
 CAPTION = "a photo of a cat on red"
 CPU = torch.device("cpu")

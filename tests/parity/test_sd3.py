@@ -10,8 +10,8 @@ from helpers.sd3_bases import write_folder
 
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.families import resolve
-from lora_trainer.families._base import Framing, Sampling
-from lora_trainer.families.sd3 import SD3
+from lora_trainer.families.sd3.family import SD3
+from lora_trainer.seam.family import Framing, Sampling
 
 CAPTION = "a photo of a cat on red"
 LONG = ", ".join([CAPTION] * 12)

@@ -11,25 +11,26 @@ from torch import Tensor, nn
 
 from lora_trainer import adapters
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
+from lora_trainer.diffusion.transformer import TransformerFamily
 from lora_trainer.errors import ConfigError, UserError
 from lora_trainer.export.verify import verify
 from lora_trainer.export.write import save_adapter
 from lora_trainer.families import family_class, resolve
-from lora_trainer.families._base import Batch
-from lora_trainer.families._transformer import TransformerFamily
 from lora_trainer.loop import Trainee, train
-from lora_trainer.memory._base import MemoryPlan, Technique
-from lora_trainer.memory.activation_offload import ActivationOffload
-from lora_trainer.memory.block_streaming import BlockStreaming, streaming_report
-from lora_trainer.memory.cast_fp8 import CastFp8
-from lora_trainer.memory.gradient_checkpointing import GradientCheckpointing, recomputations
-from lora_trainer.memory.mixed_precision import MixedPrecision
-from lora_trainer.memory.optimizer_8bit import Optimizer8bit
-from lora_trainer.memory.optimizer_in_backward import OptimizerInBackward
-from lora_trainer.memory.optimizer_offload import OptimizerOffload
-from lora_trainer.memory.quantize_4bit import Quantize4bit
-from lora_trainer.memory.quantize_8bit import Quantize8bit
-from lora_trainer.optimizers import param_groups
+from lora_trainer.optim.optimizers import param_groups
+from lora_trainer.seam.family import Batch
+from lora_trainer.seam.technique import Technique
+from lora_trainer.techniques import MemoryPlan
+from lora_trainer.techniques.activation_offload import ActivationOffload
+from lora_trainer.techniques.block_streaming import BlockStreaming, streaming_report
+from lora_trainer.techniques.cast_fp8 import CastFp8
+from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing, recomputations
+from lora_trainer.techniques.mixed_precision import MixedPrecision
+from lora_trainer.techniques.optimizer_8bit import Optimizer8bit
+from lora_trainer.techniques.optimizer_in_backward import OptimizerInBackward
+from lora_trainer.techniques.optimizer_offload import OptimizerOffload
+from lora_trainer.techniques.quantize_4bit import Quantize4bit
+from lora_trainer.techniques.quantize_8bit import Quantize8bit
 
 CPU = torch.device("cpu")
 CHECKPOINTING, OFFLOAD = GradientCheckpointing(), ActivationOffload(min_bytes=1)

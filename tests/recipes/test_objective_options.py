@@ -4,7 +4,7 @@ import torch
 from recipe import events, make, run
 from safetensors.torch import load_file
 
-from lora_trainer.checkpoint import load_state
+from lora_trainer.journal.checkpoint import load_state
 
 
 def file_of(folder, name="lora"):

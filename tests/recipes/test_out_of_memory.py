@@ -17,12 +17,12 @@ from recipe import events, make, run
 from safetensors.torch import load_file
 
 from lora_trainer import loop
-from lora_trainer.card import GIB
+from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.errors import UserError
-from lora_trainer.memory.allowance import allowance_for
-from lora_trainer.setup import Setup
-from lora_trainer.tracker import MemoryTracker
-from lora_trainer.training import RETRIES, Training
+from lora_trainer.machine.allowance import allowance_for
+from lora_trainer.machine.card import GIB
+from lora_trainer.run.setup import Setup
+from lora_trainer.run.training import RETRIES, Training
 
 BATCH = {"fracao_validacao": 0.2, "tamanho_lote": 4}
 LEARNING = {"passos_acumulacao_gradiente": 1, "checkpoint_gradiente": "auto", "epocas": 2}
@@ -65,7 +65,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """Many runs in a row: no picture of each one's loss, and what the libraries made is not looked through at every release."""
     gc.collect()
     gc.freeze()
-    with mock.patch("lora_trainer.run.plot_metrics"):
+    with mock.patch("lora_trainer.run.run.plot_metrics"):
         yield Place(tmp_path_factory.mktemp("oom"))
     gc.unfreeze()
 

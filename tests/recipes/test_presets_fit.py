@@ -9,9 +9,9 @@ from lora_trainer.config import presets
 from lora_trainer.config.loading import load
 from lora_trainer.config.names import options
 from lora_trainer.families import family_class
-from lora_trainer.memory.options import SOLVED
-from lora_trainer.memory.presets import MARK, card_of, predict_with_previews
-from lora_trainer.picker import preset_budget
+from lora_trainer.planner.options import SOLVED
+from lora_trainer.planner.picker import preset_budget
+from lora_trainer.planner.presets import MARK, card_of, predict_with_previews
 
 SHAPES = {name: sizes for name in presets.families() if (sizes := family_class(name).sizes)}
 PLACES = [
@@ -22,7 +22,7 @@ PLACES = [
 ]
 SIMULATED = [place for place in PLACES if place[1] != "causal_lm" and place != ("4gb", "flux2", 40.0)]  # which has no room
 SIMULATED += [("4gb", "causal_lm", 10.0), ("24gb", "causal_lm", 2.0)]
-"""Of language models, two; python -m lora_trainer.memory.presets does all."""
+"""Of language models, two; python -m lora_trainer.planner.presets does all."""
 
 
 @pytest.fixture(scope="module", autouse=True)

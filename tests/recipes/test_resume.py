@@ -9,7 +9,7 @@ import torch
 from recipe import events, kill_after_step, make, run, start
 from safetensors.torch import load_file
 
-from lora_trainer import checkpoint
+from lora_trainer.journal import checkpoint
 
 
 def final(folder, name="lora"):
@@ -191,9 +191,9 @@ def test_a_signal_at_any_time_ends_with_130_and_nothing_lost(tmp_path, straight,
 
 
 def test_full_disk_for_an_intermediate_file_or_the_plot_does_not_end_the_run(tmp_path, straight, monkeypatch, capsys):
-    from lora_trainer import outputs
-    from lora_trainer import run as run_module
+    from lora_trainer.data import outputs
     from lora_trainer.errors import MachineError
+    from lora_trainer.run import run as run_module
 
     config, expected = straight
     save = outputs.save_adapter

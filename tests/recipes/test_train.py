@@ -8,7 +8,7 @@ from recipe import events, make, run
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from lora_trainer.families._diffusion import DiffusionFamily
+from lora_trainer.diffusion.diffusion import DiffusionFamily
 
 BASES = [("sd1", True), ("sd1", False), ("sd2", True), ("sdxl", True), ("sdxl", False), ("flux", True), ("flux", False)]
 FILES = {
@@ -83,7 +83,7 @@ def test_previews_change_nothing(tmp_path):
 
 
 def test_f05_preview_out_of_memory_is_told_and_survived(tmp_path, monkeypatch, capsys):
-    from lora_trainer.families.sd15 import SD15
+    from lora_trainer.families.sd15.family import SD15
 
     config = make(tmp_path, amostras={"prompts": ["a cat"], "cada": 2, "passos": 2})
     assert run(config, "amostras.prompts=[]", "saida.nome=sem") == 0

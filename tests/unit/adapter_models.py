@@ -11,7 +11,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from lora_trainer.adapters import Adapter, inject
 from lora_trainer.config.schema import ModelConfig
-from lora_trainer.families._unet import LORA_TARGETS, TEXT_TARGETS
+from lora_trainer.diffusion.unet import LORA_TARGETS, TEXT_TARGETS
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from lora_trainer.config.schema import DataConfig
 from lora_trainer.data.dataset import Dataset, build
-from lora_trainer.families._base import Example, Family, Framing
+from lora_trainer.seam.family import Example, Family, Framing
 
 
 def img(path: Path, width: int = 256, height: int = 256, **save: Any) -> Path:

@@ -3,8 +3,9 @@
 import torch
 from torch import nn
 
-from lora_trainer.families._base import BlockGroup
-from lora_trainer.memory._base import MemoryPlan, Technique
+from lora_trainer.seam.family import BlockGroup
+from lora_trainer.seam.technique import Technique
+from lora_trainer.techniques import MemoryPlan
 
 
 class Block(nn.Module):

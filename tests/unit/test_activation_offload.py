@@ -3,9 +3,9 @@
 import torch
 from streaming_models import Chain, apply
 
-from lora_trainer.memory.activation_offload import ActivationOffload
-from lora_trainer.memory.gradient_checkpointing import GradientCheckpointing
-from lora_trainer.tracker import MemoryTracker
+from lora_trainer.engine.tracker import MemoryTracker
+from lora_trainer.techniques.activation_offload import ActivationOffload
+from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
 
 CHECKPOINTING = GradientCheckpointing()
 

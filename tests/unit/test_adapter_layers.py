@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lora_trainer.adapters import layers
 from lora_trainer.adapters.layers import AdaptedLayer, LohaLayer, LokrLayer, split
-from lora_trainer.export.lycoris import LycorisModule
+from lora_trainer.layouts.lycoris import LycorisModule
 
 BASES = {
     "linear": lambda: nn.Linear(48, 36),

@@ -13,10 +13,10 @@ from torch import nn
 
 from lora_trainer.adapters import check_base, check_initial_file, check_targets, find_targets, inject
 from lora_trainer.config.schema import ModelConfig
+from lora_trainer.diffusion.unet import block_groups
 from lora_trainer.errors import ConfigError, SourceError, set_language
 from lora_trainer.export.write import save_adapter
-from lora_trainer.families._unet import block_groups
-from lora_trainer.memory.quantize_8bit import TECHNIQUE as EightBit
+from lora_trainer.techniques.quantize_8bit import TECHNIQUE as EightBit
 
 
 def _inject(model=None, seed=0, **settings):

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from streaming_models import Chain, apply, gradients
 from torch import nn
 
-from lora_trainer.families._base import BlockGroup
-from lora_trainer.memory import _streaming
-from lora_trainer.memory.block_streaming import BlockStreaming, choose, streamable_bytes, streaming_report
-from lora_trainer.memory.gradient_checkpointing import GradientCheckpointing
+from lora_trainer.engine import streaming
+from lora_trainer.seam.family import BlockGroup
+from lora_trainer.techniques.block_streaming import BlockStreaming, choose, streamable_bytes, streaming_report
+from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
 
 STREAMING, CHECKPOINTING = BlockStreaming(), GradientCheckpointing()
 
@@ -26,7 +26,7 @@ STREAMING, CHECKPOINTING = BlockStreaming(), GradientCheckpointing()
 def test_the_share_is_met_everywhere_along_the_model(widths, fraction):
     """Bytes and even spacing: over every prefix the streamed bytes are within the largest block of the share."""
     blocks = [nn.Linear(width, width, device="meta").requires_grad_(False) for width in widths]
-    sizes = [_streaming.frozen_bytes(block) for block in blocks]
+    sizes = [streaming.frozen_bytes(block) for block in blocks]
     chosen = {id(block) for block in choose(blocks, fraction)}
     streamed = passed = 0
     for block, size in zip(blocks, sizes, strict=True):
@@ -57,7 +57,7 @@ def test_what_was_marked_is_what_streams():
     model = Chain(4)
     model.blocks[2].home = torch.device("cpu")
     apply(model, BlockStreaming(fraction=0.9), CHECKPOINTING)
-    assert [isinstance(getattr(b.forward, "forward", None), _streaming.Streamed) for b in model.blocks] == [
+    assert [isinstance(getattr(b.forward, "forward", None), streaming.Streamed) for b in model.blocks] == [
         False, False, True, False,
     ]  # fmt: skip
 
@@ -114,7 +114,7 @@ def test_weights_keep_address_dtype_and_kind():
     first = model.blocks[0]
     assert not isinstance(first.linear.weight, nn.Parameter)
     assert isinstance(first.linear.bias, nn.Parameter)
-    assert (first.codes.dtype, first.codes.data_ptr() % _streaming.ALIGNMENT) == (
+    assert (first.codes.dtype, first.codes.data_ptr() % streaming.ALIGNMENT) == (
         torch.uint8,
         model.blocks[2].codes.data_ptr() % 256,
     )

@@ -18,12 +18,12 @@ from lora_trainer.config.schema import DataConfig, MemoryConfig, ModelConfig
 from lora_trainer.data.cache import Cache
 from lora_trainer.data.dataset import Dataset
 from lora_trainer.data.encode import EncodeCounts, Encoder, encode_dataset, image_entries
+from lora_trainer.engine import vae_tiling
+from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.errors import DoesNotFitError
-from lora_trainer.families._base import Family
-from lora_trainer.memory import vae_tiling
-from lora_trainer.memory.caching import Encoding, rung_title
-from lora_trainer.memory.simulate import simulate_captions, simulate_images
-from lora_trainer.tracker import MemoryTracker
+from lora_trainer.planner.caching import Encoding, rung_title
+from lora_trainer.planner.simulate import simulate_captions, simulate_images
+from lora_trainer.seam.family import Family
 
 CAPTIONS = ["a photo", "a photo of a cat", "red", ""]
 CPU, FP32 = torch.device("cpu"), torch.float32

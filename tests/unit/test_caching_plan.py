@@ -15,12 +15,12 @@ from lora_trainer import families
 from lora_trainer.config.schema import Config, DataConfig, MemoryConfig, ModelConfig
 from lora_trainer.data.cache import Cache
 from lora_trainer.data.encode import Encoder, View
-from lora_trainer.families._base import Family
-from lora_trainer.memory import attention_slicing
-from lora_trainer.memory._encoders import load_encoders
-from lora_trainer.memory.attention_slicing import ChunkedProcessor, slice_where_unfused
-from lora_trainer.memory.caching import Encoding, plan_caching, plan_preview
-from lora_trainer.memory.simulate import simulate_captions, simulate_decoding, simulate_images
+from lora_trainer.planner.caching import Encoding, plan_caching, plan_preview
+from lora_trainer.planner.encoders import load_encoders
+from lora_trainer.planner.simulate import simulate_captions, simulate_decoding, simulate_images
+from lora_trainer.seam.family import Family
+from lora_trainer.techniques import attention_slicing
+from lora_trainer.techniques.attention_slicing import ChunkedProcessor, slice_where_unfused
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
 STREAMING, QUANTIZATION, TILING = ((("memory", name)) for name in ("text_streaming", "text_quantization", "vae_tiling"))

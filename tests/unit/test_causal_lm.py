@@ -13,17 +13,18 @@ from tiny_language_models import KINDS, batch_of, open_tiny, save_tiny, texts
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from lora_trainer.bases.architecture import shipped_folder
 from lora_trainer.config.schema import Config, ModelConfig
+from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.errors import ConfigError, SourceError
-from lora_trainer.families.causal_lm import PART, SHAPES, CausalLM, shapes
-from lora_trainer.memory._base import MemoryPlan
-from lora_trainer.memory.block_streaming import BlockStreaming
-from lora_trainer.memory.embedding_offload import EmbeddingOffload
-from lora_trainer.memory.gradient_checkpointing import GradientCheckpointing
-from lora_trainer.memory.quantize_4bit import Quantize4bit
-from lora_trainer.memory.simulate import Shape, simulate_training
-from lora_trainer.sources import open_source
-from lora_trainer.tracker import MemoryTracker
+from lora_trainer.families.causal_lm.family import PART, CausalLM, shapes
+from lora_trainer.files.sources import open_source
+from lora_trainer.planner.simulate import Shape, simulate_training
+from lora_trainer.techniques import MemoryPlan
+from lora_trainer.techniques.block_streaming import BlockStreaming
+from lora_trainer.techniques.embedding_offload import EmbeddingOffload
+from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
+from lora_trainer.techniques.quantize_4bit import Quantize4bit
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -216,7 +217,7 @@ def test_every_shipped_shape_has_a_known_size() -> None:
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-14b", "gemma-2-9b", "phi-3.5-mini", "smollm2-135m"])
 def test_a_shape_has_the_size_of_its_model(name: str) -> None:
-    source = replace(open_source(str(SHAPES / name)), planning=True)
+    source = replace(open_source(str(shipped_folder(name))), planning=True)
     family = CausalLM.open(source, ModelConfig())
     assert family.num_bytes(torch.bfloat16) == pytest.approx(2e9 * BILLIONS[name], abs=2e6)
 
@@ -241,10 +242,11 @@ def test_simulated_peak_is_the_tracked_one(tmp_path: Path, kind: str, streams: b
 
 def _tracked_step(family: CausalLM, config: Config, plan: MemoryPlan, batch: dict[str, Tensor]) -> int:
     """Bytes at the peak of the second optimizer step."""
-    from lora_trainer import loop, optimizers
+    from lora_trainer import loop
     from lora_trainer.adapters import inject
-    from lora_trainer.memory.block_streaming import ring_buffers
-    from lora_trainer.tracker import mark_resident
+    from lora_trainer.engine.tracker import mark_resident
+    from lora_trainer.optim import optimizers
+    from lora_trainer.techniques.block_streaming import ring_buffers
 
     tracker = MemoryTracker()
     model = family.load_model(CPU, torch.float32, prepare=lambda m: plan.convert(m, family.blocks(m)))

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.families import _lm_attention
-from lora_trainer.families._lm_attention import Texts, Window, attend, texts_of
-from lora_trainer.tracker import MemoryTracker
+from lora_trainer.engine.tracker import MemoryTracker
+from lora_trainer.families.causal_lm import attention
+from lora_trainer.families.causal_lm.attention import Texts, Window, attend, texts_of
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
 
@@ -37,8 +37,8 @@ def _reference(states: list[Tensor], texts: Texts, window: int | None, softcap: 
 def test_equals_attention_under_a_mask(
     rows: tuple[tuple[int, ...], ...], window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_lm_attention, "WINDOW_BAND", 3)
-    monkeypatch.setattr(_lm_attention, "BAND_BYTES", 4 * 2 * HEADS * 20 * 6)
+    monkeypatch.setattr(attention, "WINDOW_BAND", 3)
+    monkeypatch.setattr(attention, "BAND_BYTES", 4 * 2 * HEADS * 20 * 6)
     states, texts = _states(2, 20), Texts(rows)
     mask = Window(window) if window else None
     out, _ = attend(nn.Module(), *states, mask, texts=texts, softcap=softcap)

@@ -7,8 +7,8 @@ import pickle
 import pytest
 import torch
 
-from lora_trainer.checkpoint import KEPT_STATES, State, latest_step, load_state, save_state
 from lora_trainer.errors import UserError
+from lora_trainer.journal.checkpoint import KEPT_STATES, State, latest_step, load_state, save_state
 
 
 def state(step):

@@ -14,8 +14,8 @@ from lora_trainer import adapters
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.errors import SourceError
 from lora_trainer.families import resolve
-from lora_trainer.families.chroma import Chroma
-from lora_trainer.memory.quantize_4bit import Quantize4bit
+from lora_trainer.families.chroma.family import Chroma
+from lora_trainer.techniques.quantize_4bit import Quantize4bit
 
 CPU = torch.device("cpu")
 

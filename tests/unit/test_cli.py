@@ -29,9 +29,9 @@ def train_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Train], None]:
     """Puts a stand-in where the real training would start: these tests are about what happens around it."""
 
     def put(train: Train) -> None:
-        module = ModuleType("lora_trainer.run")
+        module = ModuleType("lora_trainer.run.run")
         module.train = train  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "lora_trainer.run", module)
+        monkeypatch.setitem(sys.modules, "lora_trainer.run.run", module)
 
     return put
 

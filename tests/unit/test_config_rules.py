@@ -7,9 +7,9 @@ import pytest
 from lora_trainer import plugins
 from lora_trainer.config import notices
 from lora_trainer.config.loading import Loaded, load
+from lora_trainer.diffusion.transformer import TransformerFamily
 from lora_trainer.errors import ErrorReport
 from lora_trainer.families import family_class
-from lora_trainer.families._transformer import TransformerFamily
 
 BASE = "modelo: {modelo_base: owner/name}\ndados: {diretorio_dados: .}\n"
 

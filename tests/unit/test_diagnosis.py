@@ -1,6 +1,5 @@
 """`diagnostico`: what is wrong with a machine, how the last run ended, and what to change (F01, F02, E01)."""
 
-import importlib
 import json
 import os
 from dataclasses import replace
@@ -11,16 +10,16 @@ import psutil
 import pytest
 import torch
 
-from lora_trainer import cli, memory
-from lora_trainer.card import GIB, Card, Holder
+from lora_trainer import cli, plugins
 from lora_trainer.commands._last_run import OPTION_OF_TECHNIQUE, WITHOUT_OPTION
 from lora_trainer.commands.diagnostico import examine, supported
 from lora_trainer.config.loading import Loaded, load
 from lora_trainer.config.names import options
 from lora_trainer.config.schema import Config
 from lora_trainer.errors import set_language
-from lora_trainer.hardware import Machine
-from lora_trainer.memory.advice import already_on, does_not_fit, explain, phase_title, remedies
+from lora_trainer.machine.card import GIB, Card, Holder
+from lora_trainer.machine.hardware import Machine
+from lora_trainer.planner.advice import already_on, does_not_fit, explain, phase_title, remedies
 
 CARD = Card("NVIDIA GeForce RTX 2060", (7, 5), 6 * GIB, 5 * GIB, holders=(Holder("jogo.exe", GIB // 2),))
 WITH_CARD = Machine(cuda_build="12.8", cards=(CARD,), driver="570.1", torch_version="2.13.0+cu128")
@@ -260,8 +259,8 @@ def test_the_plans_amounts_are_told_after_a_failure(config: Path, capsys: pytest
 
 def test_every_technique_is_an_option_or_known_to_be_none() -> None:
     names = set()
-    for path in Path(memory.__file__).parent.glob("[a-z]*.py"):
-        technique = getattr(importlib.import_module(f"lora_trainer.memory.{path.stem}"), "TECHNIQUE", None)
+    for name in plugins.available("lora_trainer.techniques"):
+        technique = getattr(plugins.load("lora_trainer.techniques", name), "TECHNIQUE", None)
         names |= {technique.__name__} if technique else set()
     assert len(names) > 8
     assert names == set(OPTION_OF_TECHNIQUE) | WITHOUT_OPTION

@@ -10,8 +10,8 @@ import torch
 from diffusers.loaders import FluxLoraLoaderMixin
 from safetensors.torch import save_file
 
-from lora_trainer.export import LoraModule, diffusers, fused, read_lora
-from lora_trainer.families import _flux_names
+from lora_trainer.families.flux import names
+from lora_trainer.layouts import LoraModule, diffusers, fused, read_lora
 
 RELEASED = 3072
 DOUBLE = "transformer.transformer_blocks.0."
@@ -19,7 +19,7 @@ SINGLE = "transformer.single_transformer_blocks.1."
 
 
 def slot(width: int, path: str) -> fused.Slot | None:
-    found = _flux_names.original(path.removeprefix("transformer."), width)
+    found = names.original(path.removeprefix("transformer."), width)
     return found and fused.Slot(f"lora_unet_{found.name.replace('.', '_')}", found.slot, found.rows)
 
 
@@ -120,7 +120,7 @@ def test_the_originals_names_without_comfyuis_word(tmp_path):
 
 
 def _original_names(paths: Iterable[str]) -> set[str]:
-    found = (_flux_names.original(path.removeprefix("transformer."), 16) for path in paths)
+    found = (names.original(path.removeprefix("transformer."), 16) for path in paths)
     return {place.name for place in found if place}
 
 

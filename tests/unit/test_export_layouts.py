@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from lora_trainer.adapters import inject
 from lora_trainer.config.schema import ModelConfig
 from lora_trainer.errors import SourceError
-from lora_trainer.export import kohya, read_lora
 from lora_trainer.export.write import save_adapter
+from lora_trainer.layouts import kohya, read_lora
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 EVERYTHING = {"lora_rank": 2, "lora_alpha": 4, "lora_targets": "all", "train_text_encoder": True}

@@ -8,17 +8,9 @@ from adapter_models import SD15, SDXL, trained
 from safetensors import safe_open
 
 from lora_trainer.config.schema import Config
-from lora_trainer.export import kohya
-from lora_trainer.export.metadata import (
-    CONFIG_KEY,
-    MAX_BYTES,
-    RunFacts,
-    anonymous,
-    capped,
-    describe,
-    network_facts,
-)
+from lora_trainer.export.metadata import CONFIG_KEY, MAX_BYTES, RunFacts, anonymous, capped, describe, network_facts
 from lora_trainer.export.write import save_adapter
+from lora_trainer.layouts import kohya
 
 FACTS = RunFacts(
     name="gato",

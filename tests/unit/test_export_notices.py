@@ -10,10 +10,10 @@ from adapter_models import SD15, perturb, sd15_model
 from lora_trainer.adapters import check_targets, inject
 from lora_trainer.config.loading import Loaded, load
 from lora_trainer.config.schema import ModelConfig
+from lora_trainer.data.outputs import ImageOutputs
 from lora_trainer.errors import set_language
+from lora_trainer.journal.run_folder import RunFolder
 from lora_trainer.modality import RunFacts
-from lora_trainer.outputs import ImageOutputs
-from lora_trainer.run_folder import RunFolder
 
 BASE = "modelo: {modelo_base: owner/name}\ndados: {diretorio_dados: .}\nsaida: {diretorio: saida}\n"
 

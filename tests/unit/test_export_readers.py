@@ -8,13 +8,14 @@ from safetensors.torch import load_file, save_file
 
 from lora_trainer.adapters import inject
 from lora_trainer.config.schema import ModelConfig
+from lora_trainer.data.outputs import _line as done_line
+from lora_trainer.diffusion.unet import block_groups
 from lora_trainer.errors import DivergedError, MachineError
-from lora_trainer.export.readers import unreadable
-from lora_trainer.export.verify import _check_consumer, verify
+from lora_trainer.export.proof import check_consumer
+from lora_trainer.export.verify import verify
 from lora_trainer.export.write import save_adapter
-from lora_trainer.families._unet import block_groups
-from lora_trainer.memory.gradient_checkpointing import TECHNIQUE, recomputations
-from lora_trainer.outputs import _line as done_line
+from lora_trainer.layouts.readers import unreadable
+from lora_trainer.techniques.gradient_checkpointing import TECHNIQUE, recomputations
 
 CASES = {
     "attention": {"lora_rank": 4, "lora_alpha": 8},
@@ -175,13 +176,13 @@ def test_a_layer_that_the_loader_scales_otherwise_is_found(tmp_path):
     """Even where the probe's output would not show it: each loaded layer is compared with the file."""
     lora = trained("sd15", lora_rank=4, lora_alpha=8, train_text_encoder=True)[1].export()
     same, _, _ = trained("sd15", lora_rank=4, lora_alpha=8, train_text_encoder=True)
-    assert _check_consumer(same, lora, tmp_path) == torch.float32
+    assert check_consumer(same, lora, tmp_path) == torch.float32
     other, _, _ = trained("sd15", lora_rank=4, lora_alpha=4, train_text_encoder=True)
     with pytest.raises(MachineError, match="diffusers, unet"):
-        _check_consumer(other, lora, tmp_path)
+        check_consumer(other, lora, tmp_path)
     without_text, _, _ = trained("sd15", lora_rank=4, lora_alpha=8)
     with pytest.raises(MachineError, match="diffusers: "):
-        _check_consumer(without_text, lora, tmp_path)
+        check_consumer(without_text, lora, tmp_path)
 
 
 def test_verify_refuses_nan_in_the_file(tmp_path):

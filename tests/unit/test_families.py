@@ -14,11 +14,12 @@ from helpers.original_checkpoint import CAPTION, write_folder, write_single_file
 from safetensors.torch import save_file
 
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
+from lora_trainer.diffusion import unet as _unet
+from lora_trainer.engine.vae_tiling import tiled
 from lora_trainer.errors import ConfigError, SourceError
-from lora_trainer.families import _unet, resolve
-from lora_trainer.families._base import Framing
-from lora_trainer.families.sdxl import time_ids
-from lora_trainer.memory.vae_tiling import tiled
+from lora_trainer.families import resolve
+from lora_trainer.families.sdxl.family import time_ids
+from lora_trainer.seam.family import Framing
 
 CPU = torch.device("cpu")
 RELEASES = ("sd1", "sd2", "sdxl")

@@ -14,16 +14,16 @@ from helpers.llm_files import comfy_state, tiny_text_config, whole_model
 from safetensors.torch import load_file, save_file
 
 from lora_trainer import adapters
+from lora_trainer.bases import four_bit
+from lora_trainer.bases.architecture import shipped_folder
 from lora_trainer.config.schema import DataConfig, ModelConfig
 from lora_trainer.errors import SourceError
-from lora_trainer.export import fused
-from lora_trainer.export._lora import LoraModule
 from lora_trainer.families import resolve
-from lora_trainer.families._architecture import ARCH
-from lora_trainer.families._stored import unpack_4bit
-from lora_trainer.families.flux2 import Flux2
-from lora_trainer.kinds import Kind
-from lora_trainer.sources import open_source
+from lora_trainer.families.flux2.family import Flux2
+from lora_trainer.files.kinds import Kind
+from lora_trainer.files.sources import open_source
+from lora_trainer.layouts import fused
+from lora_trainer.layouts.lora import LoraModule
 
 CPU = torch.device("cpu")
 DEPTH, MANY = 4, 60
@@ -122,7 +122,7 @@ def test_the_vae_of_flux_1_is_refused():
 )
 def test_shipped_architectures(arch, variant, size):
     """Whole and consistent; parameters as the releases have them."""
-    family = opened({"architecture": str(ARCH / arch)}, planning=True)
+    family = opened({"architecture": str(shipped_folder(arch))}, planning=True)
     assert family.release.variant == variant
     assert family.distilled == family.guided == (variant == "dev")
     assert family.latents_shape(1, (1024, 512)) == (1, 128, 32, 64)
@@ -137,7 +137,7 @@ def test_architectures_by_name(tmp_path):
 
     config = tmp_path / "x.yaml"
     config.write_text(f"modelo: {{familia: flux2, modelo_base: x/y}}\ndados: {{diretorio_dados: {tmp_path}}}\n", encoding="utf-8")
-    assert load(config, ["modelo.arquitetura=flux2_dev"]).config.model.architecture == str(ARCH / "flux2_dev")
+    assert load(config, ["modelo.arquitetura=flux2_dev"]).config.model.architecture == str(shipped_folder("flux2_dev"))
 
 
 def test_dev_from_separate_files(dev):
@@ -231,7 +231,7 @@ def test_a_4_bit_folder_is_read_bit_for_bit(tmp_path):
     ours = weights(family.load_model(CPU, torch.float32)["transformer"])
     assert all(torch.allclose(ours[key], value, atol=1e-6) for key, value in expected.items())
     assert "nf4" in family.notices[0]
-    read = unpack_4bit(family.components["transformer"].weights, "context_embedder.weight")
+    read = four_bit.unpack(family.components["transformer"].weights, "context_embedder.weight")
     assert torch.allclose(read, expected["context_embedder.weight"], atol=1e-6)
 
 

@@ -17,12 +17,12 @@ from helpers.flux_bases import (
 )
 from safetensors.torch import load_file, save_file
 
+from lora_trainer.bases.components import BUILDERS
+from lora_trainer.bases.parts import t5_keys
 from lora_trainer.config.schema import DataConfig, ModelConfig
 from lora_trainer.errors import SourceError
 from lora_trainer.families import resolve
-from lora_trainer.families._components import BUILDERS
-from lora_trainer.families._parts import t5_keys
-from lora_trainer.families.flux import Flux
+from lora_trainer.families.flux.family import Flux
 
 CPU = torch.device("cpu")
 
@@ -71,8 +71,8 @@ def test_what_is_stored_in_few_bits_stays_so(bases, kind):
 
 
 def test_a_quantiser_takes_a_stored_base_further_down(bases):
-    from lora_trainer.memory.quantize_4bit import Quantize4bit
-    from lora_trainer.memory.quantize_8bit import Quantize8bit
+    from lora_trainer.techniques.quantize_4bit import Quantize4bit
+    from lora_trainer.techniques.quantize_8bit import Quantize8bit
 
     family = opened(bases["fp8"][0])
     for technique, title in ((Quantize4bit(), "nf4"), (Quantize8bit(), "fp8")):

@@ -13,17 +13,18 @@ from lora_trainer import cli
 from lora_trainer.commands._amount import amount_of
 from lora_trainer.commands.plano import plan
 from lora_trainer.config.loading import Loaded, load
-from lora_trainer.memory import foresee as foreseeing
-from lora_trainer.memory import memo
-from lora_trainer.memory.allowance import base_allowance
-from lora_trainer.memory.ask import MAPPED_MASTER, ask, with_mapped_master
-from lora_trainer.memory.caching import Encoding
-from lora_trainer.memory.foresee import Foresight, Question, foresee, known_answer
-from lora_trainer.memory.plan import STREAMING
-from lora_trainer.memory.presets import card_of
-from lora_trainer.memory.ram import Ram
-from lora_trainer.picker import Choice
-from lora_trainer.sources import open_source
+from lora_trainer.files.sources import open_source
+from lora_trainer.machine.allowance import base_allowance
+from lora_trainer.machine.ram import Ram
+from lora_trainer.planner import foresee as foreseeing
+from lora_trainer.planner import memo
+from lora_trainer.planner.ask import MAPPED_MASTER, ask, with_mapped_master
+from lora_trainer.planner.caching import Encoding
+from lora_trainer.planner.foresee import Foresight, Question, known_answer
+from lora_trainer.planner.picker import Choice
+from lora_trainer.planner.plan import STREAMING
+from lora_trainer.planner.presets import card_of
+from lora_trainer.planner.solve import foresee
 
 GIB = 2**30
 MIB = 2**20

@@ -9,8 +9,8 @@ from gguf.quants import quantize
 from helpers.gguf_files import random_blocks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lora_trainer.gguf import blocks
-from lora_trainer.gguf.blocks import LAYOUTS, PLAIN, SUPPORTED, dequantize, row_bytes
+from lora_trainer.files import gguf_blocks as blocks
+from lora_trainer.files.gguf_blocks import LAYOUTS, PLAIN, SUPPORTED, dequantize, row_bytes
 
 each_kind = pytest.mark.parametrize("kind", sorted(LAYOUTS))
 ROWS, COLUMNS = 6, 512

@@ -15,12 +15,12 @@ from helpers.gguf_lm import GgufLM
 from torch import nn
 
 from lora_trainer.errors import SourceError, UserError
-from lora_trainer.export import LoraModule
 from lora_trainer.export.gguf_lora import modelfile, read_gguf_lora, write_gguf_lora
-from lora_trainer.families.causal_lm import PART
-from lora_trainer.gguf.config import transformers_config
-from lora_trainer.gguf.names import places
-from lora_trainer.gguf.reader import GgufFile, open_gguf
+from lora_trainer.families.causal_lm.family import PART
+from lora_trainer.files.gguf_config import transformers_config
+from lora_trainer.files.gguf_names import places
+from lora_trainer.files.gguf_reader import GgufFile, open_gguf
+from lora_trainer.layouts import LoraModule
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gguf_llama_cpp.json").read_text())
 each_model = pytest.mark.parametrize("name", sorted(MODELS))

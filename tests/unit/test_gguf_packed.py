@@ -12,13 +12,8 @@ from helpers.gguf_lm import GgufLM
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lora_trainer.errors import SourceError
-from lora_trainer.families.causal_lm import PART
-from lora_trainer.gguf.reader import GgufFile, TensorInfo
-from lora_trainer.memory._base import MemoryPlan
-from lora_trainer.memory._packed import PackedLinear, packed_weights
-from lora_trainer.memory.block_streaming import BlockStreaming, streamable_bytes
-from lora_trainer.memory.packed_gguf import (
+from lora_trainer.engine.packed import PackedLinear, packed_weights
+from lora_trainer.engine.packed_gguf import (
     GgufBlocks,
     PackedEmbedding,
     pack_model,
@@ -27,9 +22,14 @@ from lora_trainer.memory.packed_gguf import (
     unpacked_notice,
     unsupported_kinds,
 )
-from lora_trainer.memory.quantize_4bit import Quantize4bit
-from lora_trainer.memory.simulate import make_fake
-from lora_trainer.tracker import MemoryTracker
+from lora_trainer.engine.tracker import MemoryTracker
+from lora_trainer.errors import SourceError
+from lora_trainer.families.causal_lm.family import PART
+from lora_trainer.files.gguf_reader import GgufFile, TensorInfo
+from lora_trainer.planner.simulate import make_fake
+from lora_trainer.techniques import MemoryPlan
+from lora_trainer.techniques.block_streaming import BlockStreaming, streamable_bytes
+from lora_trainer.techniques.quantize_4bit import Quantize4bit
 
 CPU = torch.device("cpu")
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32}
@@ -178,8 +178,8 @@ def test_other_kinds_are_unpacked_by_the_gguf_package(tmp_path):
     import numpy as np
     from gguf import GGUFWriter
 
-    from lora_trainer.gguf.names import Place
-    from lora_trainer.gguf.reader import open_gguf
+    from lora_trainer.files.gguf_names import Place
+    from lora_trainer.files.gguf_reader import open_gguf
 
     raw = np.random.default_rng(0).integers(0, 60, (4, 136), dtype=np.uint8)
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
@@ -219,11 +219,11 @@ def test_quantisers_leave_packed_layers_alone(q4_k):
 
 
 def test_nothing_is_swapped_before_a_refusal(q4_k):
-    from lora_trainer.families import _lm_weights
-    from lora_trainer.gguf.names import places
+    from lora_trainer.families.causal_lm import weights
+    from lora_trainer.files.gguf_names import places
 
     family = GgufLM(q4_k)
-    model = _lm_weights.build(family.config, torch.bfloat16)
+    model = weights.build(family.config, torch.bfloat16)
     where = places(family.file, {name: tuple(value.shape) for name, value in model.state_dict().items()})
     with pytest.raises(SourceError):
         pack_model(model, with_kind(family.file, "blk.1.ffn_up.weight", "IQ1_S"), where)

@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from helpers.gguf_files import tiny_model, write_model
 
 from lora_trainer.errors import SourceError
-from lora_trainer.gguf.reader import is_gguf, open_gguf
+from lora_trainer.files.gguf_reader import is_gguf, open_gguf
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from gguf import GGUFWriter
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lora_trainer.errors import SourceError
-from lora_trainer.gguf.reader import open_gguf
-from lora_trainer.gguf.tokenizer import tokenizer
+from lora_trainer.files.gguf_reader import open_gguf
+from lora_trainer.files.gguf_tokenizer import tokenizer
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 NORMAL, CONTROL = 1, 3

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from lora_trainer.engine.packed import RowScaled, pack_layers
 from lora_trainer.errors import MachineError, set_language
-from lora_trainer.families._base import BlockGroup
-from lora_trainer.hardware import (
+from lora_trainer.machine.hardware import (
     Card,
     Machine,
     assert_trainable_float32,
@@ -14,7 +14,7 @@ from lora_trainer.hardware import (
     choose_precision,
     describe_parts,
 )
-from lora_trainer.memory._packed import RowScaled, pack_layers
+from lora_trainer.seam.family import BlockGroup
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 GTX_1080 = Card("NVIDIA GeForce GTX 1080", (6, 1))

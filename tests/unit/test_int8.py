@@ -11,11 +11,12 @@ from helpers import bases
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lora_trainer.bases import int8 as _int8
+from lora_trainer.bases.weights import Weights
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.errors import SourceError
-from lora_trainer.families import _int8, resolve
-from lora_trainer.families._weights import Weights
-from lora_trainer.families.qwen_image_21 import QwenImage21
+from lora_trainer.families import resolve
+from lora_trainer.families.qwen_image_21.family import QwenImage21
 
 CPU = torch.device("cpu")
 

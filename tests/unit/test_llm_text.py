@@ -17,16 +17,15 @@ from helpers.llm_files import (
 from safetensors.torch import save_file
 from torch import nn
 
+from lora_trainer.bases import architecture, parts
+from lora_trainer.bases.component import Component, load_all
+from lora_trainer.bases.llm_tokenizers import QWEN3_PLACES, find_llm_tokenizer
 from lora_trainer.config.schema import ModelConfig
+from lora_trainer.diffusion.llm_text import MODELS, build, cut_padding, hidden_states, language_slot, padded
 from lora_trainer.errors import SourceError
-from lora_trainer.families import _architecture as architecture
-from lora_trainer.families import _parts
-from lora_trainer.families._llm_text import MODELS, build, cut_padding, hidden_states, language_slot, padded
-from lora_trainer.families._llm_tokenizers import QWEN3_PLACES, find_llm_tokenizer
-from lora_trainer.families._weights import Component, load_all
-from lora_trainer.headers import TensorInfo
-from lora_trainer.kinds import Kind, Part
-from lora_trainer.sources import Source, open_source
+from lora_trainer.files.headers import TensorInfo
+from lora_trainer.files.kinds import Kind, Part
+from lora_trainer.files.sources import Source, open_source
 
 CPU = torch.device("cpu")
 LAYERS = (0, 2, -2, -1)
@@ -54,9 +53,9 @@ def component(path: Path, model: str, layers: tuple[int, ...] = LAYERS, *, norme
     """As `open_parts` makes it of `modelo.codificador_texto`."""
     slot = language_slot("text_encoder", model, f"o {model}", layers, normed=normed)
     settings = ModelConfig(text_encoder=str(path))
-    opener = _parts._Opener(Source(path, "folder", "x"), settings, "", (slot,))
+    opener = parts._Opener(Source(path, "folder", "x"), settings, "", (slot,))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_parts.architecture, "shipped", lambda *_: tiny_text_config(model, VOCABULARY, width=64) | text)
+        patch.setattr(parts.architecture, "shipped", lambda *_: tiny_text_config(model, VOCABULARY, width=64) | text)
         found = opener.slot(slot)
     assert found is not None
     return found
@@ -136,8 +135,8 @@ def test_rows_that_rotate_together_are_found_in_packed_ggufs(tmp_path):
 
 @torch.no_grad()
 def test_streamed_and_quantised_encoders(tmp_path):
-    from lora_trainer.memory._encoders import convert_encoders, encoder_groups, stream_encoders
-    from lora_trainer.memory.block_streaming import BlockStreaming
+    from lora_trainer.planner.encoders import convert_encoders, encoder_groups, stream_encoders
+    from lora_trainer.techniques.block_streaming import BlockStreaming
 
     whole: Any = whole_model("qwen3", tiny_text_config("qwen3", VOCABULARY, layers=4))
     found = component(write(tmp_path / "x", "qwen3", "comfy", whole), "qwen3", (2, 3))

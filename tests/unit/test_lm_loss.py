@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lora_trainer.families import _lm_loss
-from lora_trainer.families._lm_loss import Head, find_targets, sum_of_losses
-from lora_trainer.memory._packed import PackedLinear, RowScaled
-from lora_trainer.tracker import MemoryTracker
+from lora_trainer.engine.packed import PackedLinear, RowScaled
+from lora_trainer.engine.tracker import MemoryTracker
+from lora_trainer.families.causal_lm import loss as _lm_loss
+from lora_trainer.families.causal_lm.loss import Head, find_targets, sum_of_losses
 
 VOCABULARY, WIDTH = 200, 24
 

@@ -13,7 +13,7 @@ from lora_trainer.config.schema import ModelConfig, TrainingConfig
 from lora_trainer.errors import ConfigError, ErrorReport, set_language
 from lora_trainer.export.verify import verify
 from lora_trainer.export.write import save_adapter
-from lora_trainer.optimizers import build_optimizer, load_state, param_groups
+from lora_trainer.optim.optimizers import build_optimizer, load_state, param_groups
 
 RULES = [
     {"target": r"attn2\.to_[qk]$", "rank": 2, "rate": 1e-5},
@@ -102,7 +102,7 @@ def test_parts_of_one_matrix_need_one_rank():
             return {"unet": "lora_unet"}
 
         def kohya_slots(self, path):
-            from lora_trainer.export.fused import Slot
+            from lora_trainer.layouts.fused import Slot
 
             stem, _, leaf = path.rpartition(".")
             index = {"to_q": 0, "to_k": 1, "to_v": 2}.get(leaf)

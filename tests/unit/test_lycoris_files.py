@@ -10,9 +10,9 @@ from safetensors.torch import load_file, safe_open, save_file
 from lora_trainer.adapters import check_base, check_targets, find_targets, inject
 from lora_trainer.config.schema import ModelConfig
 from lora_trainer.errors import ConfigError, DivergedError, MachineError, SourceError
-from lora_trainer.export.lycoris import LycorisModule, kind_of, read_lycoris
 from lora_trainer.export.verify import verify
 from lora_trainer.export.write import save_adapter
+from lora_trainer.layouts.lycoris import LycorisModule, kind_of, read_lycoris
 
 Q = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
 BOTH = {"lora_targets": "all", "train_text_encoder": True, "lora_rank": 4, "lora_alpha": 2}

@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM
 
 from lora_trainer.adapters import inject
 from lora_trainer.config.schema import ModelConfig
+from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.errors import MachineError
 from lora_trainer.export._folders import new_folder
 from lora_trainer.export.merge import measure_drift, merge
-from lora_trainer.memory._base import MemoryPlan
-from lora_trainer.memory.block_streaming import BlockStreaming
-from lora_trainer.memory.gradient_checkpointing import GradientCheckpointing
-from lora_trainer.memory.quantize_4bit import Quantize4bit
-from lora_trainer.tracker import MemoryTracker
+from lora_trainer.techniques import MemoryPlan
+from lora_trainer.techniques.block_streaming import BlockStreaming
+from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
+from lora_trainer.techniques.quantize_4bit import Quantize4bit
 
 CPU = torch.device("cpu")
 

@@ -8,10 +8,10 @@ from diffusers import DDPMScheduler
 from tiny_unets import SCHEDULE, TinyFamily, make_batch, make_model, stack, trainable
 
 from lora_trainer.config.schema import TrainingConfig
+from lora_trainer.diffusion.diffusion import NoisePrediction, make_objective
+from lora_trainer.diffusion.objective import alphas_cumprod
 from lora_trainer.errors import ConfigError
-from lora_trainer.families._base import Batch
-from lora_trainer.families._diffusion import NoisePrediction, make_objective
-from lora_trainer.families._objective import alphas_cumprod
+from lora_trainer.seam.family import Batch
 
 SNRS = torch.tensor([1e4, 5.0, 1.0, 1e-3, 0.0], dtype=torch.float64)
 

@@ -6,8 +6,8 @@ from streaming_models import Chain, gradients
 from torch import nn
 
 from lora_trainer.config.schema import TrainingConfig
-from lora_trainer.hardware import Precision
-from lora_trainer.memory.optimizer_in_backward import OptimizerInBackward
+from lora_trainer.machine.hardware import Precision
+from lora_trainer.techniques.optimizer_in_backward import OptimizerInBackward
 
 
 def precision(scaler: bool) -> Precision:

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.config.schema import Config, TrainingConfig
+from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.errors import ConfigError
-from lora_trainer.hardware import Precision
-from lora_trainer.memory._base import MemoryPlan
-from lora_trainer.memory.optimizer_8bit import Optimizer8bit
-from lora_trainer.memory.optimizer_offload import OptimizerOffload
-from lora_trainer.memory.simulate import state_tensors
-from lora_trainer.memory.techniques import make_plan
-from lora_trainer.optimizers import evaluation_weights, load_state, param_groups
-from lora_trainer.tracker import MemoryTracker
+from lora_trainer.machine.hardware import Precision
+from lora_trainer.optim.optimizers import evaluation_weights, load_state, param_groups
+from lora_trainer.planner.simulate import state_tensors
+from lora_trainer.planner.techniques import make_plan
+from lora_trainer.techniques import MemoryPlan
+from lora_trainer.techniques.optimizer_8bit import Optimizer8bit
+from lora_trainer.techniques.optimizer_offload import OptimizerOffload
 
 CPU = torch.device("cpu")
 SIZES = {"unet.a.lora_A.weight": (64, 96), "unet.a.lora_B.weight": (96, 64), "text_encoder.b.lora_A.weight": (8, 8)}

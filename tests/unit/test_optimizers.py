@@ -10,9 +10,7 @@ from torch import nn
 
 from lora_trainer.config.schema import TrainingConfig
 from lora_trainer.errors import ConfigError, Interrupted, MachineError, set_language
-from lora_trainer.memory.optimizer_8bit import Optimizer8bit
-from lora_trainer.memory.optimizer_in_backward import OptimizerInBackward
-from lora_trainer.optimizers import (
+from lora_trainer.optim.optimizers import (
     RECIPES,
     build_optimizer,
     evaluation_weights,
@@ -23,6 +21,8 @@ from lora_trainer.optimizers import (
     resolve_name,
     set_training,
 )
+from lora_trainer.techniques.optimizer_8bit import Optimizer8bit
+from lora_trainer.techniques.optimizer_in_backward import OptimizerInBackward
 
 CPU = torch.device("cpu")
 ALL = sorted(RECIPES)

@@ -12,10 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from lora_trainer.config.schema import TrainingConfig
-from lora_trainer.families._base import BlockGroup
-from lora_trainer.memory import _packed
-from lora_trainer.memory._encoders import convert_encoders, encoder_groups
-from lora_trainer.memory._packed import (
+from lora_trainer.engine import packed as _packed
+from lora_trainer.engine.four_bit import FourBit, _pack_scale, _unpack_scale
+from lora_trainer.engine.packed import (
     PackedConv2d,
     PackedLinear,
     Packing,
@@ -24,12 +23,14 @@ from lora_trainer.memory._packed import (
     packed_weights,
     packing_report,
 )
-from lora_trainer.memory.cast_fp8 import CastFp8
-from lora_trainer.memory.optimizer_8bit import Optimizer8bit
-from lora_trainer.memory.quantize_4bit import FourBit, Quantize4bit, _pack_scale, _unpack_scale
-from lora_trainer.memory.quantize_8bit import Quantize8bit
-from lora_trainer.optimizers import param_groups, probe
-from lora_trainer.tracker import MemoryTracker
+from lora_trainer.engine.tracker import MemoryTracker
+from lora_trainer.optim.optimizers import param_groups, probe
+from lora_trainer.planner.encoders import convert_encoders, encoder_groups
+from lora_trainer.seam.family import BlockGroup
+from lora_trainer.techniques.cast_fp8 import CastFp8
+from lora_trainer.techniques.optimizer_8bit import Optimizer8bit
+from lora_trainer.techniques.quantize_4bit import Quantize4bit
+from lora_trainer.techniques.quantize_8bit import Quantize8bit
 
 CPU = torch.device("cpu")
 BOTH = (nn.Linear, nn.Conv2d)

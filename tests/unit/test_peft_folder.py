@@ -17,7 +17,7 @@ from lora_trainer.adapters import Adapter, inject
 from lora_trainer.config.schema import ModelConfig
 from lora_trainer.errors import DivergedError, MachineError, SourceError
 from lora_trainer.export.peft_folder import PART, read_peft_folder, save_peft_folder, verify_peft_folder
-from lora_trainer.families.causal_lm import CausalLM
+from lora_trainer.families.causal_lm.family import CausalLM
 
 CPU = torch.device("cpu")
 
@@ -122,11 +122,11 @@ def test_an_altered_file_does_not_pass(tmp_path: Path) -> None:
 
 
 def test_verifies_on_streamed_packed_blocks_too(tmp_path: Path) -> None:
-    from lora_trainer.memory._base import MemoryPlan
-    from lora_trainer.memory.block_streaming import BlockStreaming
-    from lora_trainer.memory.embedding_offload import EmbeddingOffload
-    from lora_trainer.memory.gradient_checkpointing import GradientCheckpointing
-    from lora_trainer.memory.quantize_4bit import Quantize4bit
+    from lora_trainer.techniques import MemoryPlan
+    from lora_trainer.techniques.block_streaming import BlockStreaming
+    from lora_trainer.techniques.embedding_offload import EmbeddingOffload
+    from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
+    from lora_trainer.techniques.quantize_4bit import Quantize4bit
 
     save_tiny(tmp_path / "base", "llama", gain=1.0)
     family = open_tiny(tmp_path / "base")

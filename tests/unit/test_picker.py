@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from lora_trainer.card import GIB, Card, Holder, largest_first
 from lora_trainer.config import presets
 from lora_trainer.config.loading import load
 from lora_trainer.config.schema import MemoryConfig
 from lora_trainer.errors import MachineError, set_language
-from lora_trainer.hardware import Machine
-from lora_trainer.memory import allowance
-from lora_trainer.memory.allowance import Allowance, allowance_for, base_allowance, memory_file, remember
-from lora_trainer.memory.cap import SpillWatchdog, cap_process, spill_warning
-from lora_trainer.memory.ram import Ram, ram_budget, ram_notice
-from lora_trainer.picker import Choice, fitting_preset, pick, preset_budget, settle
+from lora_trainer.machine import allowance
+from lora_trainer.machine.allowance import Allowance, allowance_for, base_allowance, memory_file, remember
+from lora_trainer.machine.cap import SpillWatchdog, cap_process, spill_warning
+from lora_trainer.machine.card import GIB, Card, Holder, largest_first
+from lora_trainer.machine.hardware import Machine
+from lora_trainer.machine.ram import Ram, ram_budget, ram_notice
+from lora_trainer.planner.picker import Choice, fitting_preset, pick, preset_budget, settle
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ from torch import nn
 from lora_trainer.adapters import inject
 from lora_trainer.adapters.pissa import components
 from lora_trainer.config.schema import ModelConfig
+from lora_trainer.diffusion.unet import block_groups
 from lora_trainer.errors import SourceError
 from lora_trainer.export.verify import verify
 from lora_trainer.export.write import save_adapter
-from lora_trainer.families._unet import block_groups
-from lora_trainer.memory.quantize_4bit import TECHNIQUE as FourBit
+from lora_trainer.techniques.quantize_4bit import TECHNIQUE as FourBit
 
 SETTINGS = {"lora_init": "pissa", "lora_rank": 4, "lora_alpha": 2, "lora_targets": "all", "train_text_encoder": True}
 Q = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"

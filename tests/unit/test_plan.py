@@ -12,11 +12,10 @@ from helpers.original_checkpoint import write_single_file
 from lora_trainer.config.names import Key
 from lora_trainer.config.schema import Config
 from lora_trainer.families import resolve
-from lora_trainer.families._base import Family
-from lora_trainer.hardware import Precision
-from lora_trainer.memory import plan
-from lora_trainer.memory.estimate import peak_at
-from lora_trainer.memory.plan import (
+from lora_trainer.machine.hardware import Precision
+from lora_trainer.planner import plan
+from lora_trainer.planner.estimate import peak_at
+from lora_trainer.planner.plan import (
     CHECKPOINTING,
     LOSSY,
     NOTHING,
@@ -29,8 +28,9 @@ from lora_trainer.memory.plan import (
     Planner,
     with_values,
 )
-from lora_trainer.memory.rungs import Rungs
-from lora_trainer.memory.simulate import Prediction, Shape
+from lora_trainer.planner.rungs import Rungs
+from lora_trainer.planner.simulate import Prediction, Shape
+from lora_trainer.seam.family import Family
 
 BF16 = Precision(torch.bfloat16, torch.bfloat16, scaler=False)
 LEAN = {**NOTHING, CHECKPOINTING: "yes"}

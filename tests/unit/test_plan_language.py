@@ -12,15 +12,16 @@ from helpers.gguf_files import tiny_model, write_model
 
 from lora_trainer.config.names import Key
 from lora_trainer.config.schema import Config
+from lora_trainer.engine.packed import _Packed
 from lora_trainer.families import resolve
-from lora_trainer.hardware import Precision
-from lora_trainer.memory import recover
-from lora_trainer.memory._packed import _Packed
-from lora_trainer.memory.advice import remedies
-from lora_trainer.memory.foresee import _architecture
-from lora_trainer.memory.kept import plain_values
-from lora_trainer.memory.options import not_quantized
-from lora_trainer.memory.plan import (
+from lora_trainer.files.sources import open_source
+from lora_trainer.machine.hardware import Precision
+from lora_trainer.machine.speed import Speed, speed_of
+from lora_trainer.planner import ladder
+from lora_trainer.planner.advice import remedies
+from lora_trainer.planner.foresee import _architecture
+from lora_trainer.planner.options import not_quantized
+from lora_trainer.planner.plan import (
     CHECKPOINTING,
     EMBEDDINGS,
     NOTHING,
@@ -32,10 +33,9 @@ from lora_trainer.memory.plan import (
     Planner,
     with_values,
 )
-from lora_trainer.memory.rungs import Rungs
-from lora_trainer.memory.simulate import Prediction, Shape
-from lora_trainer.memory.speed import Speed, speed_of
-from lora_trainer.sources import open_source
+from lora_trainer.planner.rungs import Rungs
+from lora_trainer.planner.simulate import Prediction, Shape
+from lora_trainer.runtime.kept import plain_values
 
 BF16 = Precision(torch.bfloat16, torch.bfloat16, scaler=False)
 PLAIN: dict[Key, Any] = {**NOTHING, EMBEDDINGS: "no"}
@@ -179,20 +179,20 @@ def test_layers_that_need_the_same_are_packed_once(base: Path, monkeypatch: pyte
 
 
 def test_the_ladder_puts_embeddings_away_where_there_are_any() -> None:
-    rung = recover.Rung({CHECKPOINTING: "no", EMBEDDINGS: "no", OFFLOAD: "no", STREAMING: "no"}, 1)
+    rung = ladder.Rung({CHECKPOINTING: "no", EMBEDDINGS: "no", OFFLOAD: "no", STREAMING: "no"}, 1)
     changed = []
-    while (after := recover.next_rung(rung)) is not None:
+    while (after := ladder.next_rung(rung)) is not None:
         changed += [key[1] for key, value in after.values.items() if rung.values[key] != value]
         rung = after
     assert changed[:3] == ["gradient_checkpointing", "embedding_offload", "activation_offload"]
     assert set(changed[3:]) == {"block_streaming"}
-    fixed = recover.next_rung(recover.Rung(LEAN, 1), frozenset({EMBEDDINGS}))
+    fixed = ladder.next_rung(ladder.Rung(LEAN, 1), frozenset({EMBEDDINGS}))
     assert fixed is not None
     assert fixed.values[EMBEDDINGS] == "no"
-    loading = recover.next_rung(recover.Rung({**PLAIN, CHECKPOINTING: "no"}, 1), frozenset({CHECKPOINTING}), "load")
+    loading = ladder.next_rung(ladder.Rung({**PLAIN, CHECKPOINTING: "no"}, 1), frozenset({CHECKPOINTING}), "load")
     assert loading is not None
     assert loading.values[EMBEDDINGS] == "yes"  # needs no recomputation
-    images = recover.next_rung(recover.Rung({**NOTHING, CHECKPOINTING: "yes"}, 1))
+    images = ladder.next_rung(ladder.Rung({**NOTHING, CHECKPOINTING: "yes"}, 1))
     assert images is not None
     assert EMBEDDINGS not in images.values
 

@@ -12,8 +12,9 @@ from lora_trainer.config import effective, presets
 from lora_trainer.config.loading import Loaded, load
 from lora_trainer.errors import ErrorReport, SourceError
 from lora_trainer.families import family_class
-from lora_trainer.memory.presets import Predicted, write_peaks
-from lora_trainer.picker import preset_budget
+from lora_trainer.files import arch
+from lora_trainer.planner.picker import preset_budget
+from lora_trainer.planner.presets import Predicted, write_peaks
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = tuple(plugins.available("lora_trainer.families"))
@@ -61,8 +62,7 @@ def base_of(family: str) -> str:
     """Where the base's size counts, one that is there."""
     if family not in SHAPES:
         return "dono/modelo"
-    place = "shapes" if family == "causal_lm" else "arch"
-    return str(ROOT / "lora_trainer/families" / place / next(iter(SHAPES[family].values())))
+    return str(arch.folder(next(iter(SHAPES[family].values()))))
 
 
 # -- the shipped files
@@ -245,9 +245,12 @@ def test_sizes_of_a_family_go_by_the_bases_parameters(folder: Path) -> None:
     assert load(path, ["modelo.familia=causal_lm", "treino.epocas=9"], required=()).config.training.epochs == 9
 
 
-@pytest.mark.parametrize(("arch", "count"), [("flux2", 3.88), ("flux2_dev", 32.2), ("sd3", 2.24), ("sd3_large", 8.06)])
-def test_parameters_of_a_transformer_alone(arch: str, count: float) -> None:
-    assert presets.size_of(str(ROOT / "lora_trainer/families/arch" / arch)) == pytest.approx(count, rel=0.01)
+@pytest.mark.parametrize(
+    ("family", "release", "count"),
+    [("flux2", "flux2", 3.88), ("flux2", "flux2_dev", 32.2), ("sd3", "sd3", 2.24), ("sd3", "sd3_large", 8.06)],
+)
+def test_parameters_of_a_transformer_alone(family: str, release: str, count: float) -> None:
+    assert presets.size_of(str(arch.folder(release)), family) == pytest.approx(count, rel=0.01)
 
 
 def test_what_encodes_for_a_transformer_does_not_count(tmp_path: Path) -> None:

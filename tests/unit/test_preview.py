@@ -19,14 +19,14 @@ from lora_trainer import adapters, families
 from lora_trainer.config.schema import Config, DataConfig, ModelConfig, SamplesConfig
 from lora_trainer.data.cache import Cache
 from lora_trainer.data.encode import Encoder, encode_dataset
-from lora_trainer.families._base import Family, Sampling
-from lora_trainer.memory._base import MemoryPlan
-from lora_trainer.memory.caching import Encoding
-from lora_trainer.plot import plot_metrics, smooth
-from lora_trainer.preview import LABEL_HEIGHT, MARGIN, ImagePreviews, make_grid, to_image
-from lora_trainer.progress import Metrics, Terminal
-from lora_trainer.run_folder import RunFolder
-from lora_trainer.tracker import MemoryTracker, mark_resident
+from lora_trainer.data.preview import LABEL_HEIGHT, MARGIN, ImagePreviews, make_grid, to_image
+from lora_trainer.engine.tracker import MemoryTracker, mark_resident
+from lora_trainer.journal.plot import plot_metrics, smooth
+from lora_trainer.journal.progress import Metrics, Terminal
+from lora_trainer.journal.run_folder import RunFolder
+from lora_trainer.planner.caching import Encoding
+from lora_trainer.seam.family import Family, Sampling
+from lora_trainer.techniques import MemoryPlan
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 PROMPTS = ["a photo of a cat", "on red", "a cat"]

@@ -10,13 +10,14 @@ from tiny_unets import TinyFamily, make_batch, make_model, trainable
 
 from lora_trainer import loop
 from lora_trainer.config.schema import TrainingConfig
-from lora_trainer.memory._base import MemoryPlan, Technique
-from lora_trainer.memory.block_streaming import BlockStreaming
-from lora_trainer.memory.gradient_checkpointing import GradientCheckpointing
-from lora_trainer.memory.optimizer_in_backward import OptimizerInBackward
-from lora_trainer.memory.profile import Profiler
-from lora_trainer.optimizers import param_groups
-from lora_trainer.progress import Terminal
+from lora_trainer.journal.progress import Terminal
+from lora_trainer.optim.optimizers import param_groups
+from lora_trainer.runtime.profile import Profiler
+from lora_trainer.seam.technique import Technique
+from lora_trainer.techniques import MemoryPlan
+from lora_trainer.techniques.block_streaming import BlockStreaming
+from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
+from lora_trainer.techniques.optimizer_in_backward import OptimizerInBackward
 
 CPU = torch.device("cpu")
 

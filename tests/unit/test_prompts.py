@@ -3,8 +3,8 @@
 import torch
 
 from lora_trainer.data.batches import collate as collate_batch
-from lora_trainer.families._prompts import MASK, collate, trimmed
-from lora_trainer.families._transformer import TransformerFamily
+from lora_trainer.diffusion.prompts import MASK, collate, trimmed
+from lora_trainer.diffusion.transformer import TransformerFamily
 
 
 def example(length: int) -> dict[str, torch.Tensor]:

@@ -10,12 +10,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lora_trainer.config.schema import Config
+from lora_trainer.engine.fake import QuickFakeMode
 from lora_trainer.families import resolve
-from lora_trainer.hardware import Precision
-from lora_trainer.memory import simulate
-from lora_trainer.memory._fake import QuickFakeMode
-from lora_trainer.memory.simulate import Prediction, Shape, simulate_run, simulation_device
-from lora_trainer.memory.techniques import make_plan
+from lora_trainer.machine.hardware import Precision
+from lora_trainer.planner import simulate
+from lora_trainer.planner.simulate import Prediction, Shape, simulate_run, simulation_device
+from lora_trainer.planner.techniques import make_plan
 
 SETTINGS: list[dict[str, dict[str, Any]]] = [
     {

@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from lora_trainer import adapters
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.errors import ConfigError, MachineError, SourceError
-from lora_trainer.export.read import read_lora
-from lora_trainer.families import _qwen21_vae as qwen21_vae
 from lora_trainer.families import resolve
-from lora_trainer.families._base import Sampling
-from lora_trainer.families._qwen21_variant import TURBO_LEVELS
-from lora_trainer.families.qwen_image_21 import QwenImage21
-from lora_trainer.kinds import Kind
-from lora_trainer.sources import open_source
+from lora_trainer.families.qwen_image_21 import vae as qwen21_vae
+from lora_trainer.families.qwen_image_21.family import QwenImage21
+from lora_trainer.families.qwen_image_21.variant import TURBO_LEVELS
+from lora_trainer.files.kinds import Kind
+from lora_trainer.files.sources import open_source
+from lora_trainer.layouts.read import read_lora
+from lora_trainer.seam.family import Sampling
 
 CPU = torch.device("cpu")
 OPTIONS, MODULES = bases.written("qwen_image_21", "fp32")
@@ -152,7 +152,7 @@ def test_variants_and_old_libraries_are_refused(tmp_path, monkeypatch):
     (folder / "transformer" / "config.json").write_text(json.dumps(config | {"causal_condition": False}), encoding="utf-8")
     with pytest.raises(SourceError, match=r"variante do Qwen-Image 2\.1"):
         opened({"base_model": str(folder)})
-    monkeypatch.setitem(__import__("sys").modules, "lora_trainer.families._qwen21_transformer", None)
+    monkeypatch.setitem(__import__("sys").modules, "lora_trainer.families.qwen_image_21.names", None)
     with pytest.raises(MachineError, match="pip install -U diffusers"):
         opened(OPTIONS)
 

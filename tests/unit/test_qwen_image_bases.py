@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from lora_trainer.config.schema import DataConfig, ModelConfig
 from lora_trainer.errors import SourceError
 from lora_trainer.families import resolve
-from lora_trainer.families.qwen_image import QwenImage
-from lora_trainer.kinds import Kind
-from lora_trainer.sources import open_source
+from lora_trainer.families.qwen_image.family import QwenImage
+from lora_trainer.files.kinds import Kind
+from lora_trainer.files.sources import open_source
 
 CPU = torch.device("cpu")
 OPTIONS, MODULES = bases.written("qwen_image", "fp32")

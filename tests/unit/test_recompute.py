@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lora_trainer.memory._recompute import in_checkpoint, in_recomputation, recompute
+from lora_trainer.engine.recompute import in_checkpoint, in_recomputation, recompute
 
 
 class Counting:

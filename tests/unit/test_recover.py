@@ -12,29 +12,19 @@ import torch
 from torch import nn
 
 from lora_trainer import loop
-from lora_trainer.card import GIB, Card
-from lora_trainer.hardware import Precision
-from lora_trainer.memory._base import MemoryPlan
-from lora_trainer.memory.allowance import Allowance
-from lora_trainer.memory.kept import read_plan, write_plan
-from lora_trainer.memory.mixed_precision import MixedPrecision
-from lora_trainer.memory.ram import Ram
-from lora_trainer.memory.recover import (
-    CHECKPOINTING,
-    MICRO_BATCH,
-    OFFLOAD,
-    OPTIMIZER_OFFLOAD,
-    STREAMING,
-    Rung,
-    Shortage,
-    attempt,
-    free_memory,
-    is_out_of_memory,
-    next_rung,
-)
-from lora_trainer.run import Run
-from lora_trainer.setup import Setup
-from lora_trainer.tracker import MemoryTracker
+from lora_trainer.engine.tracker import MemoryTracker
+from lora_trainer.machine.allowance import Allowance
+from lora_trainer.machine.card import GIB, Card
+from lora_trainer.machine.hardware import Precision
+from lora_trainer.machine.ram import Ram
+from lora_trainer.planner.ladder import MICRO_BATCH, Rung, next_rung
+from lora_trainer.planner.options import CHECKPOINTING, OFFLOAD, OPTIMIZER_OFFLOAD, STREAMING
+from lora_trainer.run.run import Run
+from lora_trainer.run.setup import Setup
+from lora_trainer.runtime.kept import read_plan, write_plan
+from lora_trainer.runtime.recover import Shortage, attempt, free_memory, is_out_of_memory
+from lora_trainer.techniques import MemoryPlan
+from lora_trainer.techniques.mixed_precision import MixedPrecision
 
 PLAIN = {CHECKPOINTING: "no", OFFLOAD: "no", STREAMING: "no"}
 CPU = torch.device("cpu")
@@ -243,7 +233,7 @@ def test_update_whose_end_runs_out_is_torn():
 
 
 def shortages(monkeypatch: pytest.MonkeyPatch, device: str, ram: Ram, host: int, peak: int, base: int = 0) -> list[str]:
-    monkeypatch.setattr("lora_trainer.run.Ram", SimpleNamespace(read=lambda: ram))
+    monkeypatch.setattr("lora_trainer.run.run.Ram", SimpleNamespace(read=lambda: ram))
     card = Card("RTX", (8, 6), 8 * GIB, int(7.1 * GIB)) if device == "cuda" else None
     choice = SimpleNamespace(card=card, spills=True, allowance=Allowance(GIB // 2, 0, 0.0))
     run = SimpleNamespace(

@@ -9,10 +9,10 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 
 from lora_trainer.config.schema import TrainingConfig
+from lora_trainer.diffusion.diffusion import DiffusionFamily, NoisePrediction, make_objective
+from lora_trainer.diffusion.rectified_flow import RectifiedFlow, Shift
+from lora_trainer.diffusion.sampling import make_flow_scheduler
 from lora_trainer.errors import ConfigError
-from lora_trainer.families._diffusion import DiffusionFamily, NoisePrediction, make_objective
-from lora_trainer.families._rectified_flow import RectifiedFlow, Shift
-from lora_trainer.families._sampling import make_flow_scheduler
 
 DEV = {
     "num_train_timesteps": 1000, "shift": 3.0, "use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15,

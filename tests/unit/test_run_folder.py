@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from lora_trainer.errors import ConfigError, MachineError
-from lora_trainer.progress import Metrics, write_json
-from lora_trainer.run_folder import Lock, RunFolder, check, claim, keep_last
+from lora_trainer.journal.progress import Metrics, write_json
+from lora_trainer.journal.run_folder import Lock, RunFolder, check, claim, keep_last
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_lock_is_held_by_one_process_and_survives_a_crash(folder):
     folder.path.parent.mkdir(parents=True)
     with Lock(folder) as lock:
         code = (
-            "import sys; from pathlib import Path; from lora_trainer.run_folder import Lock, RunFolder\n"
+            "import sys; from pathlib import Path; from lora_trainer.journal.run_folder import Lock, RunFolder\n"
             "Lock(RunFolder(Path(sys.argv[1]), 'x')).__enter__()"
         )
         done = subprocess.run(

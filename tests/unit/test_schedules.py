@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from lora_trainer.config.schema import TrainingConfig
-from lora_trainer.schedules import lr_factor, schedule_notices, warmup_steps
+from lora_trainer.optim.schedules import lr_factor, schedule_notices, warmup_steps
 
 DECAYING = ("linear", "cosine", "cosine_restarts", "polynomial")
 

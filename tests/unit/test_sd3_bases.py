@@ -18,19 +18,20 @@ from helpers.sd3_bases import (
 from safetensors.torch import load_file, save_file
 
 from lora_trainer.adapters import inject
+from lora_trainer.bases import architecture, tokenizers
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
+from lora_trainer.diffusion import clip_text
+from lora_trainer.engine.tracker import MemoryTracker, hold
 from lora_trainer.errors import ConfigError, SourceError
-from lora_trainer.export import fused
-from lora_trainer.export._lora import LoraModule
 from lora_trainer.export.verify import verify
 from lora_trainer.export.write import save_adapter
-from lora_trainer.families import _architecture as architecture
-from lora_trainer.families import _sd3_names as sd3_names
-from lora_trainer.families import _text, _tokenizers, resolve
-from lora_trainer.families._sd3_parts import build
-from lora_trainer.families.sd3 import SD3
-from lora_trainer.headers import TensorInfo
-from lora_trainer.tracker import MemoryTracker, hold
+from lora_trainer.families import resolve
+from lora_trainer.families.sd3 import names as sd3_names
+from lora_trainer.families.sd3.family import SD3
+from lora_trainer.families.sd3.parts import build
+from lora_trainer.files.headers import TensorInfo
+from lora_trainer.layouts import fused
+from lora_trainer.layouts.lora import LoraModule
 
 CPU = torch.device("cpu")
 
@@ -267,13 +268,13 @@ def test_gguf_with_a_flat_table_of_positions(base, tmp_path):
     assert torch.equal(loaded, base[1]["transformer"].pos_embed.pos_embed)
 
 
-@pytest.mark.skipif(_tokenizers._packaged() is None, reason="neither openai-clip nor open_clip is installed")
+@pytest.mark.skipif(tokenizers._packaged() is None, reason="neither openai-clip nor open_clip is installed")
 @pytest.mark.parametrize(("name", "padding"), [("tokenizer", 49407), ("tokenizer_2", 0)])
 def test_real_words_end_in_each_clips_own_padding(base, name, padding):
     """Against the published ids; what stands after the end mark reaches SD3 through the last but one layer."""
     source = resolve(ModelConfig(**base[0]), DataConfig()).source
-    tokenizer = _tokenizers.find_tokenizer(source, None, name, architecture.shipped("sd3", name))
-    chunks = _text.make_chunks(tokenizer, None, 49408, "")
+    tokenizer = tokenizers.find_tokenizer(source, None, name, architecture.shipped("sd3", name))
+    chunks = clip_text.make_chunks(tokenizer, None, 49408, "")
     assert chunks.ids("a photo of a cat").tolist() == [[49406, 320, 1125, 539, 320, 2368, 49407, *[padding] * 70]]
 
 

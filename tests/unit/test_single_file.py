@@ -12,12 +12,11 @@ from helpers.original_checkpoint import tiny_configs, write_folder, write_single
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lora_trainer.bases import architecture, components
 from lora_trainer.config.schema import DataConfig, ModelConfig
 from lora_trainer.errors import SourceError
-from lora_trainer.families import _architecture as architecture
-from lora_trainer.families import _components as components
 from lora_trainer.families import resolve
-from lora_trainer.families._base import Family
+from lora_trainer.seam.family import Family
 
 CPU = torch.device("cpu")
 RELEASES = ("sd1", "sd2", "sdxl")
@@ -289,8 +288,8 @@ def vae_file(path: Path, names: str) -> AutoencoderKL:
         for new_name, old_name in old.items():
             state = {key.replace(f"attentions.0.{new_name}", f"attentions.0.{old_name}"): v for key, v in state.items()}
     if names == "ldm":
-        from lora_trainer.families._single_file import locate_vae
-        from lora_trainer.kinds import Part
+        from lora_trainer.bases.single_file import locate_vae
+        from lora_trainer.files.kinds import Part
 
         locate = locate_vae(Part({}, ""), len(configs["vae"]["block_out_channels"]))
         state = {locate(key)[0].key: value for key, value in state.items()}
@@ -395,8 +394,8 @@ def test_the_released_config_is_derived_from_its_own_tensors(release: str) -> No
     """The shapes of a full-size file, without the file: derivation gives back what is shipped, and says nothing."""
     from helpers.original_checkpoint import original_names
 
-    from lora_trainer.headers import TensorInfo
-    from lora_trainer.sources import Source
+    from lora_trainer.files.headers import TensorInfo
+    from lora_trainer.files.sources import Source
 
     configs = {name: architecture.shipped(release, name) for name in tiny_configs(release, 600)}
     with torch.device("meta"):

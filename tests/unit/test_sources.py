@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lora_trainer import headers
 from lora_trainer.errors import SourceError, set_language
-from lora_trainer.headers import TensorInfo
-from lora_trainer.kinds import Kind, classify
-from lora_trainer.sources import open_source
+from lora_trainer.files import headers
+from lora_trainer.files.headers import TensorInfo
+from lora_trainer.files.kinds import Kind, classify
+from lora_trainer.files.sources import open_source
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_a_header_that_lies_about_sizes_is_damaged(tmp_path: Path) -> None:
 
 
 def test_headers_are_read_without_torch() -> None:
-    code = "import sys, lora_trainer.sources; sys.exit('torch' in sys.modules)"
+    code = "import sys, lora_trainer.files.sources; sys.exit('torch' in sys.modules)"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", f'"{code}"' if os.name == "nt" else code]) == 0
 
 

@@ -7,12 +7,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lora_trainer.config.schema import TrainingConfig
-from lora_trainer.memory._base import MemoryPlan, Technique
-from lora_trainer.memory.activation_offload import ActivationOffload
-from lora_trainer.memory.block_streaming import BlockStreaming, ring_buffers, streamable_bytes, streaming_report
-from lora_trainer.memory.gradient_checkpointing import GradientCheckpointing
-from lora_trainer.memory.optimizer_in_backward import OptimizerInBackward
-from lora_trainer.tracker import MemoryTracker
+from lora_trainer.engine.tracker import MemoryTracker
+from lora_trainer.seam.technique import Technique
+from lora_trainer.techniques import MemoryPlan
+from lora_trainer.techniques.activation_offload import ActivationOffload
+from lora_trainer.techniques.block_streaming import BlockStreaming, ring_buffers, streamable_bytes, streaming_report
+from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
+from lora_trainer.techniques.optimizer_in_backward import OptimizerInBackward
 
 STREAMING, CHECKPOINTING = BlockStreaming(), GradientCheckpointing()
 

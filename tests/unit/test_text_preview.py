@@ -8,9 +8,9 @@ from helpers.language import write_base
 from helpers.out_of_memory import RunsOut
 
 from lora_trainer.config.schema import Config, ModelConfig
-from lora_trainer.families.causal_lm import CausalLM
-from lora_trainer.memory._base import MemoryPlan
-from lora_trainer.sources import open_source
+from lora_trainer.families.causal_lm.family import CausalLM
+from lora_trainer.files.sources import open_source
+from lora_trainer.techniques import MemoryPlan
 from lora_trainer.text import templates
 from lora_trainer.text.preview import TextPreviews
 

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from transformers import CLIPTokenizer
 
+from lora_trainer.bases import architecture, tokenizers
 from lora_trainer.demo.tokenizer import byte_symbols, write_tokenizer
+from lora_trainer.diffusion.clip_text import Chunks, make_chunks
 from lora_trainer.errors import SourceError
-from lora_trainer.families import _architecture as architecture
-from lora_trainer.families import _tokenizers as tokenizers
-from lora_trainer.families._text import Chunks, make_chunks
-from lora_trainer.sources import Source
+from lora_trainer.files.sources import Source
 
 FILE = Source(Path("base.safetensors"), "file", "modelo_base")
 SD1, SDXL_2 = architecture.shipped("sd1", "tokenizer"), architecture.shipped("sdxl", "tokenizer_2")

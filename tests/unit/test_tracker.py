@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lora_trainer.tracker import MemoryTracker, host_memory, mark_resident
+from lora_trainer.engine.tracker import MemoryTracker, host_memory, mark_resident
 
 SIZE = 1 << 20
 

@@ -11,15 +11,17 @@ from helpers.bases import plain
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lora_trainer import adapters, training_lora
+from lora_trainer import adapters
+from lora_trainer.adapters import training_lora
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
+from lora_trainer.engine.branch import Branch, taken_off
 from lora_trainer.errors import SourceError
 from lora_trainer.families import resolve
-from lora_trainer.memory._base import MemoryPlan
-from lora_trainer.memory.activation_offload import ActivationOffload
-from lora_trainer.memory.block_streaming import BlockStreaming, streaming_report
-from lora_trainer.memory.gradient_checkpointing import GradientCheckpointing
-from lora_trainer.memory.quantize_4bit import Quantize4bit
+from lora_trainer.techniques import MemoryPlan
+from lora_trainer.techniques.activation_offload import ActivationOffload
+from lora_trainer.techniques.block_streaming import BlockStreaming, streaming_report
+from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
+from lora_trainer.techniques.quantize_4bit import Quantize4bit
 
 CPU = torch.device("cpu")
 NAMES = ("flux", "z_image")
@@ -80,7 +82,7 @@ def test_it_is_the_merged_base_and_comes_off(tmp_path, name):
     with_it, without, expected = (family.loss(one, batch) for one in (model, bare, merged))
     assert with_it.item() == pytest.approx(expected.item(), rel=1e-4)
     assert with_it.item() != pytest.approx(without.item(), rel=1e-3)
-    with training_lora.taken_off(model):
+    with taken_off(model):
         assert family.loss(model, batch).item() == without.item()
     assert family.loss(model, batch).item() == with_it.item(), "on again"
     assert not any("training_branch" in key for key in model.state_dict())
@@ -99,8 +101,8 @@ WORDS = {
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layout", [*WORDS, "lora_unet", "lora_transformer", "kohya", "original"])
 def test_every_layout_is_read(tmp_path, name, layout):
-    from lora_trainer.export import LoraModule
-    from lora_trainer.export.fused import pack
+    from lora_trainer.layouts import LoraModule
+    from lora_trainer.layouts.fused import pack
 
     lora, family = deltas(name), opened(name)
     path = tmp_path / "x.safetensors"
@@ -177,7 +179,7 @@ def trained(family: Any, settings: ModelConfig, *techniques: Any) -> tuple[float
     loss.backward()
     if BlockStreaming() in techniques:
         assert streaming_report(model) is not None
-        branches = [m for m in model.modules() if isinstance(m, training_lora.Branch) and hasattr(m, "home")]
+        branches = [m for m in model.modules() if isinstance(m, Branch) and hasattr(m, "home")]
         assert len(branches) == len(deltas(family.name)), "they stream with their layers"
     return loss.item(), torch.cat([p.grad.flatten() for p in parameters.values() if p.grad is not None])
 
@@ -204,7 +206,7 @@ def test_a_quantised_base_keeps_it_whole(tmp_path):
     path = "transformer.layers.0.attention.to_q"
     layer, (down, up) = model.get_submodule(path), lora[path]
     x = torch.randn(2, 5, layer.in_features)
-    with training_lora.taken_off(model):
+    with taken_off(model):
         before = layer(x)
     assert torch.allclose(layer(x) - before, x @ down.T @ up.T, atol=1e-4)
 

@@ -13,10 +13,10 @@ from helpers.bases import KINDED, LOSSY, NAMES, STORED, weights, written
 from safetensors.torch import load_file, save_file
 
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
+from lora_trainer.diffusion.transformer import TransformerFamily
+from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.errors import ConfigError, SourceError
 from lora_trainer.families import family_class, resolve
-from lora_trainer.families._transformer import TransformerFamily
-from lora_trainer.tracker import MemoryTracker
 
 CPU = torch.device("cpu")
 

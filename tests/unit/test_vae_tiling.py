@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lora_trainer.demo.vae_start import start_as_pooling
-from lora_trainer.memory._base import MemoryPlan
-from lora_trainer.memory.attention_slicing import AttentionSlicing, chunked_attention, fuses, slice_attention
-from lora_trainer.memory.vae_tiling import OVERLAP, TILE_PIXELS, sliced, tiled
-from lora_trainer.tracker import MemoryTracker
+from lora_trainer.engine.tracker import MemoryTracker
+from lora_trainer.engine.vae_tiling import OVERLAP, TILE_PIXELS, sliced, tiled
+from lora_trainer.techniques import MemoryPlan
+from lora_trainer.techniques.attention_slicing import AttentionSlicing, chunked_attention, fuses, slice_attention
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from lora_trainer.config import names
 
 PACKAGE = Path(lora_trainer.__file__).parent
 FILES = sorted(
-    path for place in ("config", "data", "families", "text", "sources.py", "kinds.py", "headers.py")
+    path for place in ("config", "data", "families", "text", "files/sources.py", "files/kinds.py", "files/headers.py")
     for path in ([PACKAGE / place] if place.endswith(".py") else (PACKAGE / place).glob("*.py"))
 )  # fmt: skip
 NAME = re.compile(r"\b[a-z]+\.[a-z_0-9]+\b")

@@ -12,10 +12,10 @@ from helpers.z_image_bases import original_state, random_modules, tiny_configs, 
 from safetensors.torch import load_file, save_file
 
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
+from lora_trainer.diffusion.rectified_flow import Shift
 from lora_trainer.errors import SourceError
 from lora_trainer.families import resolve
-from lora_trainer.families._rectified_flow import Shift
-from lora_trainer.families.z_image import ZImage
+from lora_trainer.families.z_image.family import ZImage
 
 
 def opened(options: dict[str, str], **more: Any) -> ZImage:
@@ -130,7 +130,7 @@ def test_noise_levels_are_shifted_for_the_pictures_size():
 
 def test_steps_of_previews_are_the_familys_unless_given(tmp_path):
     from lora_trainer.config.schema import Config
-    from lora_trainer.preview import ImagePreviews
+    from lora_trainer.data.preview import ImagePreviews
 
     family, encoder = opened(renamed(tmp_path, "turbo.safetensors")), type("Encoder", (), {"image_dtype": torch.float32})()
     for given, steps, guidance in (({}, 8, 1.0), ({"steps": 4, "guidance": 2.0}, 4, 2.0)):

@@ -1,0 +1,229 @@
+"""From tensors on disk to a module, one tensor at a time.
+
+The module is built on `meta`; each of its parameters names the places where its value may lie in the files (`Piece`),
+is read from there, scaled if it is stored in fp8, cast and moved. So host memory holds the component in the wanted
+dtype and one tensor more, whatever the file's layout, sharding or dtype.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..engine.assign import assign
+from ..engine.tracker import host_memory
+from ..errors import SourceError, t
+from ..seam.family import Prepare
+from . import stored
+from .weights import Locate, Piece, Weights
+
+
+@dataclass(frozen=True)
+class Component:
+    """One network of a base: how to build it, and where each of its weights lies."""
+
+    name: str
+    """As diffusers names it: unet, vae, text_encoder, text_encoder_2."""
+    config: dict[str, Any]
+    build: Callable[[Mapping[str, Any]], nn.Module]
+    weights: Weights = field(repr=False)
+    locate: Locate = field(repr=False)
+    what: str
+    """The config key of its source, for messages."""
+    as_stored: bool = False
+    """What the file holds in few bits (fp8, GGUF, 4 bits) is kept so, unless a quantiser makes it smaller."""
+    float32: tuple[str, ...] = ()
+    """Parts of module names whose weights do not bear fp16."""
+
+    def skeleton(self) -> nn.Module:
+        """The module on `meta`, frozen. SourceError where its config makes no network."""
+        try:
+            with torch.device("meta"):
+                module = self.build(self.config)
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise self._unbuildable(error) from error
+        return module.eval().requires_grad_(False)
+
+    def _unbuildable(self, error: Exception) -> SourceError:
+        cause = f"{type(error).__name__}: {error}"
+        return SourceError(
+            t(
+                pt=f"{self.name}: com as medidas do modelo base não se monta uma rede ({cause})",
+                en=f"{self.name}: the base's sizes make no network ({cause})",
+            ),
+            t(
+                pt="o config.json ou o arquivo está estragado ou é de outra arquitetura: baixe-o de novo",
+                en="the config.json or the file is damaged or of another architecture: download it again",
+            ),
+            self.what,
+        )
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Host memory that `load` needs, but for one tensor."""
+        if self.as_stored and self.has_weights:
+            kept = (self.weights.header[key] for key in self.used_keys())
+            wide = ((info, prod(info.shape) * dtype.itemsize) for info in kept)
+            return sum(nbytes if info.dtype == "I8" else min(info.nbytes, nbytes) for info, nbytes in wide)
+        return sum(value.numel() for value in self.skeleton().state_dict().values()) * dtype.itemsize
+
+    @property
+    def has_weights(self) -> bool:
+        """False where only the architecture is known, for planning."""
+        return bool(self.weights.header)
+
+    def used_keys(self) -> set[str]:
+        """Keys of the file that `load` reads. SourceError when one is missing or of another shape."""
+        if not self.has_weights:
+            return set()
+        pieces = find_pieces(self, self.skeleton())
+        keys = {piece.key for piece in pieces.values()}
+        return keys | {name for key in keys for name in self.weights.companions(key)}
+
+    def fingerprint(self) -> str:
+        """Changes with any weight or with the architecture."""
+        config = json.dumps(self.config, sort_keys=True, default=str)
+        return hashlib.sha256((self.weights.digest(self.used_keys()) + config).encode()).hexdigest()
+
+    def load(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The module with its weights, frozen, in evaluation mode; on "meta" without weights."""
+        return load_all({self.name: self}, [self.name], device, dtype)[self.name]
+
+    def stays_float32(self, name: str, dtype: torch.dtype) -> bool:
+        return dtype is torch.float16 and any(part in self.float32 for part in name.split("."))
+
+    def fill(self, module: nn.Module, pieces: Mapping[str, Piece], device: torch.device, dtype: torch.dtype) -> None:
+        """Read every weight into a skeleton, in the order of the file."""
+        places = self.weights.header
+        for name in sorted(pieces, key=lambda name: places[pieces[name].key].offset):
+            owner, piece = module.get_submodule(name.rpartition(".")[0]), pieces[name]
+            if name.endswith(".weight") and getattr(owner, "as_stored", False):
+                stored.fill_layer(cast(Any, owner), self.weights, piece, device)
+                continue
+            with host_memory():
+                tensor = piece.cut(self.weights.value(piece.key))
+            assign(module, name, tensor, device, torch.float32 if self.stays_float32(name, dtype) else dtype)
+        _fill_position_ids(module, device)
+        assert not any(x.is_meta for x in (*module.parameters(), *module.buffers())), "a tensor was left on meta"
+
+
+def load_all(
+    components: Mapping[str, Component],
+    names: Iterable[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    prepare: Prepare | None = None,
+) -> nn.ModuleDict:
+    """Some components, frozen and in evaluation mode; on "meta" without weights.
+
+    `prepare` may change the modules on meta before weights are read. A layer with a `pack_weight(tensor)` method
+    gets each weight through it; one with a `home` device gets its weights there instead of on `device`.
+    """
+    model = nn.ModuleDict({name: components[name].skeleton() for name in names})
+    reads = device.type != "meta"
+    known = {name: module for name, module in model.items() if reads or components[name].has_weights}
+    pieces = {name: find_pieces(components[name], module) for name, module in known.items()}
+    nn.Module.to(model, dtype)  # not diffusers' own `to`, which warns of nothing
+    for name, module in model.items():
+        for path, layer in module.named_modules():
+            if components[name].stays_float32(path, dtype):
+                nn.Module.to(layer, torch.float32)
+    for turn, (name, found) in enumerate(pieces.items()):
+        if not reads:
+            _note_order(model[name], components[name].weights, found, turn)
+        if components[name].as_stored:
+            stored.pack_layers_as_stored(model[name], components[name].weights, found)
+    if prepare is not None:
+        prepare(model)
+    if reads:
+        for name, module in model.items():
+            components[name].fill(module, pieces[name], device, dtype)
+    return model.eval()
+
+
+def _note_order(module: nn.Module, weights: Weights, pieces: Mapping[str, Piece], turn: int) -> None:
+    """Tell each layer when `fill` would read its weights: what loading needs at its peak depends on the order."""
+    for parameter, piece in pieces.items():
+        owner: Any = module.get_submodule(parameter.rpartition(".")[0])
+        owner.read_at = max((turn, weights.header[piece.key].offset), getattr(owner, "read_at", (0, 0)))
+
+
+def find_pieces(component: Component, module: nn.Module) -> dict[str, Piece]:
+    """Where each parameter lies; SourceError naming a few of those that are missing or of the wrong shape."""
+    found: dict[str, Piece] = {}
+    missing, misshapen, unreadable = [], [], []
+    for name, parameter in module.state_dict().items():
+        piece = next((p for p in component.locate(name) if p.key in component.weights), None)
+        if piece is None:
+            missing.append(component.locate(name)[0].key)
+            continue
+        info = component.weights.header[piece.key]
+        if not component.weights.readable(piece.key):
+            unreadable.append(f"{piece.key} ({info.dtype})")
+        elif _bare(piece.shape(component.weights.shape(piece.key))) != _bare(tuple(parameter.shape)):
+            misshapen.append(f"{piece.key} {list(info.shape)} ≠ {list(parameter.shape)}")
+        found[name] = piece
+    if missing or misshapen or unreadable:
+        raise _incomplete(component, missing, misshapen, unreadable)
+    return found
+
+
+def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape without ones: a 1x1 convolution and a linear layer hold the same matrix, a kernel one frame deep is one of two
+    dimensions, and GGUF may drop the first."""
+    return tuple(side for side in shape if side != 1)
+
+
+def _incomplete(component: Component, missing: list[str], misshapen: list[str], unreadable: list[str]) -> SourceError:
+    def few(names: Collection[str]) -> str:
+        listed = ", ".join(sorted(names)[:4])
+        return listed + (t(pt=f" e mais {len(names) - 4}", en=f" and {len(names) - 4} more") if len(names) > 4 else "")
+
+    problems = []
+    missing, misshapen, unreadable = (list(dict.fromkeys(names)) for names in (missing, misshapen, unreadable))  # parts of one
+    if missing:
+        problems.append(
+            t(
+                pt=f"faltam {len(missing)} tensores ({few(missing)})",
+                en=f"{len(missing)} tensors are missing ({few(missing)})",
+            )
+        )
+    if misshapen:
+        problems.append(
+            t(
+                pt=f"{len(misshapen)} têm outro formato ({few(misshapen)})",
+                en=f"{len(misshapen)} have another shape ({few(misshapen)})",
+            )
+        )
+    if unreadable:
+        problems.append(
+            t(
+                pt=f"{len(unreadable)} estão quantizados ({few(unreadable)})",
+                en=f"{len(unreadable)} are quantised ({few(unreadable)})",
+            )
+        )
+    hint = (
+        t(pt="use o modelo em fp16, bf16, fp32 ou fp8", en="use the model in fp16, bf16, fp32 or fp8")
+        if unreadable
+        else t(
+            pt="o arquivo é de outra arquitetura ou está incompleto: baixe-o de novo, ou dê em modelo.arquitetura a "
+            "pasta com "
+            "os config.json dele",
+            en="the file is of another architecture or incomplete: download it again, or give in model.architecture "
+            "the folder "
+            "with its config.json files",
+        )
+    )
+    return SourceError(f"{component.name}: {'; '.join(problems)}", hint, component.what)
+
+
+def _fill_position_ids(module: nn.Module, device: torch.device) -> None:
+    """CLIP's only buffer is not in any file: 0, 1, 2, …"""
+    for name, buffer in list(module.named_buffers()):
+        if buffer.is_meta and name.endswith("position_ids"):
+            owner = module.get_submodule(name.rpartition(".")[0])
+            owner.register_buffer("position_ids", torch.arange(buffer.shape[-1], device=device)[None], persistent=False)

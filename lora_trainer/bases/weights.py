@@ -1,0 +1,153 @@
+"""Tensors on disk: several .safetensors files seen as one dictionary, and where in it a parameter's value may lie.
+
+Files are read, not mapped: a mapped file keeps its pages in the process, cannot be replaced under Windows, and hands out views
+that torch refuses where a header is not aligned. What a file stores in few bits may stay so (stored.py), but for int8 (int8.py).
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import SourceError, t
+from ..files.headers import Header, TensorInfo, read_header
+from . import four_bit, int8
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+FP8 = ("F8_E4M3", "F8_E5M2")
+HASH_CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a parameter may lie: a key; of a fused tensor, which `third` or which `rows` (first, number); whether it is
+    stored transposed, with its two halves of rows exchanged, or with the rows of each of `pairs` heads that rotate together
+    side by side (llama.cpp) instead of half a head apart."""
+
+    key: str
+    third: int | None = None
+    transposed: bool = False
+    rows: tuple[int, int] | None = None
+    swapped: bool = False
+    pairs: int = 0
+
+    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        number = self.span(stored[0])[1] if stored else 0
+        shape = (number, *stored[1:]) if stored else stored
+        return shape[::-1] if self.transposed else shape
+
+    def span(self, stored_rows: int) -> tuple[int, int]:
+        """First row, number of rows."""
+        if self.third is not None:
+            return self.third * (stored_rows // 3), stored_rows // 3
+        if self.rows is not None:
+            return self.rows[0], max(0, min(self.rows[1], stored_rows - self.rows[0]))
+        return 0, stored_rows
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        if self.third is not None or self.rows is not None:
+            first, number = self.span(len(tensor))
+            tensor = tensor[first : first + number]
+        return self.ordered(tensor.T if self.transposed else tensor)
+
+    def ordered(self, rows: Tensor) -> Tensor:
+        if self.pairs:
+            return rows.unflatten(0, (self.pairs, -1, 2)).transpose(1, 2).reshape(rows.shape)
+        return rows.roll(len(rows) // 2, 0) if self.swapped else rows
+
+
+Locate = Callable[[str], Sequence[Piece]]
+"""A module's parameter name -> the pieces that may hold it, the likeliest first."""
+
+
+class Weights:
+    """Several .safetensors files seen as one dictionary."""
+
+    def __init__(self, files: Mapping[Path, Header]) -> None:
+        self._files = {name: path for path, header in files.items() for name in header}
+        self.header: Header = {name: info for header in files.values() for name, info in header.items()}
+
+    @classmethod
+    def open(cls, files: Iterable[Path], what: str) -> "Weights":
+        return cls({path: read_header(path, what)[0] for path in files})
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.header
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Of the values, whatever they are stored as."""
+        return self.quantised_shape(key) or self.header[key].shape
+
+    def readable(self, key: str) -> bool:
+        known = self.header[key].dtype in DTYPES or self.quantised_shape(key) is not None
+        return known or int8.note(self, key) is not None
+
+    def companions(self, key: str) -> list[str]:
+        """Keys that are read along with this one."""
+        if int8.note(self, key) is not None:
+            return [int8.note_key(key), *filter(None, [self.scale_of(key)])]
+        scale = self.scale_of(key) if self.header[key].dtype in FP8 else None
+        state = [name for name in self.header if name.startswith(f"{key}.")] if self.quantised_shape(key) else []
+        return [scale] if scale else state
+
+    def quantised_shape(self, key: str) -> tuple[int, ...] | None:
+        """Of a matrix that bitsandbytes has packed into 4 bits; None for any other."""
+        state = four_bit.quant_state(self, key) if self.header[key].dtype == "U8" else None
+        return None if state is None else tuple(state["shape"])
+
+    def read(self, key: str) -> Tensor:
+        """The tensor as stored, on the CPU."""
+        info = self.header[key]
+        raw = torch.empty(info.nbytes, dtype=torch.uint8)
+        if info.nbytes:
+            self._read_into(self._files[key], info, raw)
+        return raw.view(DTYPES.get(info.dtype, torch.uint8)).reshape(info.shape)
+
+    def _read_into(self, path: Path, info: TensorInfo, raw: Tensor) -> None:
+        with path.open("rb") as file:
+            file.seek(info.offset)
+            if file.readinto(raw.numpy().data) != info.nbytes:
+                raise SourceError(
+                    t(pt=f"{path} mudou enquanto era lido", en=f"{path} changed while it was being read"),
+                    t(pt="comece de novo", en="start again"),
+                )
+
+    def scale_of(self, key: str) -> str | None:
+        """The factor that belongs to an fp8 tensor, in the spellings of ComfyUI and others."""
+        stem = key.removesuffix("weight")
+        names = (f"{stem}scale_weight", f"{stem}weight_scale", f"{key}.scale_weight", f"{key}_scale")
+        return next((name for name in names if name in self), None)
+
+    def value(self, key: str) -> Tensor:
+        """The tensor with its scale applied: float32 where there is one."""
+        if self.quantised_shape(key) is not None:
+            return four_bit.unpack(self, key)
+        if self.header[key].dtype == "I8":
+            return int8.unpack(self, key)
+        tensor = self.read(key)
+        scale_key = self.scale_of(key) if self.header[key].dtype in FP8 else None
+        if scale_key is None:
+            return tensor
+        scale = self.read(scale_key).float()
+        if scale.numel() > 1:  # one factor for each output row
+            scale = scale.reshape(-1, *[1] * (tensor.ndim - 1))
+        return tensor.float() * scale
+
+    def digest(self, keys: Iterable[str]) -> str:
+        """A hash of names, shapes and bytes: the same weights in the same layout, wherever the file lies."""
+        total = hashlib.blake2b(digest_size=16)
+        for key in sorted(keys):
+            info = self.header[key]
+            total.update(json.dumps([key, info.dtype, info.shape]).encode())
+            with self._files[key].open("rb") as file:
+                file.seek(info.offset)
+                for start in range(0, info.nbytes, HASH_CHUNK_BYTES):
+                    total.update(file.read(min(HASH_CHUNK_BYTES, info.nbytes - start)))
+        return total.hexdigest()

@@ -1,0 +1,200 @@
+"""What all diffusion families share: corrupt, predict, compare. The loss is written once, here.
+
+A family writes `predict` and its loading; `run/run.py` hands it an objective made from the user's settings.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..bases.component import Component
+from ..config.names import shown
+from ..config.schema import DataConfig, TrainingConfig
+from ..engine.branch import taken_off
+from ..engine.host import compute_device
+from ..errors import ConfigError, t
+from ..seam.family import Batch, Example, ImageFamily, Sampling
+from .objective import NoisePrediction, Objective, alphas_cumprod
+from .rectified_flow import RectifiedFlow, Shift, TimestepSampling
+from .sampling import sample_latents
+
+PROBE_SIDE = 8
+"""Latent pixels, each side, of the picture that a reloaded file is tried on."""
+PROBE_TOKENS = 77
+"""Of the caption beside it: the proof should not need more memory than training on short captions did."""
+
+__all__ = ["DiffusionFamily", "NoisePrediction", "Objective", "make_objective"]
+
+
+class DiffusionFamily(ImageFamily):
+    """`open` sets `prediction_type` and `schedule_config`; `objective` is set before the first loss."""
+
+    objective: Objective
+    prediction_type: Literal["epsilon", "v_prediction", "flow"]
+    schedule_config: dict[str, Any]
+    """beta_start, shift, num_train_timesteps, … as in diffusers' scheduler_config.json."""
+    patch: ClassVar[int] = 2
+    """Latent pixels that a transformer's token covers, along each side."""
+    timestep_sampling: ClassVar[TimestepSampling] = "logit_normal"
+    """What `treino.amostragem_passo_ruido: auto` is: as the family's own training script draws noise levels."""
+    training_shift: ClassVar[float | Literal["auto", "resolution"]] = "auto"
+    """How far they are shifted where the user does not say: "auto" is as its scheduler does when drawing."""
+    distilled: bool = False
+    """Draws from the prompt alone: its guidance, if any, is an input (`guidance` (B,) of the batch), not a difference."""
+
+    last_level: float | None = None
+    """Noise of a drawing's last step before the shift, where it is not 1 / steps."""
+    levels: Sequence[float] | None = None
+    """Noise of each step of a drawing in just so many, where the model was distilled to these."""
+    training_guidance: float = 1.0
+    components: Mapping[str, Component]
+    """Networks by part: unet, vae, text_encoder, …"""
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        return max(component.num_bytes(dtype) for component in self.components.values())
+
+    @property
+    def zero_terminal_snr(self) -> bool:
+        """Whether the last timestep is pure noise, which samplers need to know."""
+        return isinstance(self.objective, NoisePrediction) and float(self.objective.alphas_cumprod[-1]) == 0
+
+    def configure(self, training: TrainingConfig, data: DataConfig) -> None:
+        self.objective = make_objective(training, self, unmasked_weight=data.unmasked_weight)
+        self.training_guidance = training.guidance
+
+    @abstractmethod
+    def predict(self, model: nn.ModuleDict, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        """The network's output for noisy latents x_t (B, C, H, W) float32 at timesteps (B,); shaped like x_t."""
+
+    def num_terms(self, batch: Batch) -> int:
+        return len(batch["latents"])
+
+    def loss(self, model: nn.ModuleDict, batch: Batch) -> Tensor:
+        """Sum over examples of mean error × weight, float32. `mask` (B, 1, H, W) is optional in the batch."""
+        x0 = batch["latents"].float()
+        timesteps, noise = self.objective.draw(batch["seeds"], x0.shape)
+        x_t, target = self.objective.corrupt(x0, noise.to(x0.device), timesteps)
+        prediction = self.predict(model, x_t, timesteps.to(x0.device), batch).float()
+        each = self.objective.error(prediction, target, batch.get("mask"))
+        return (each * self.objective.weight(timesteps).to(each) * batch["weight"].to(each)).sum()
+
+    def sample(
+        self, model: nn.ModuleDict, positive: Sequence[Example], negative: Example, sampling: Sampling
+    ) -> Tensor:
+        with taken_off(model):  # as the file will be used
+            return sample_latents(self, model, positive, negative, sampling)
+
+    def guide(self, with_prompt: Tensor, without: Tensor, scale: float) -> Tensor:
+        """Classifier-free guidance between two answers (B, C, H, W), both float32."""
+        return without + scale * (with_prompt - without)
+
+    def sampling_mu(self, steps: int, shape: torch.Size) -> float:
+        """log of the shift when drawing latents of `shape` (…, H, W) in so many steps, where it is not fixed."""
+        return Shift.of(self.schedule_config, self.patch).mu(shape)
+
+    def probe(self, model: nn.ModuleDict) -> Tensor:
+        device, generator = compute_device(model), torch.Generator().manual_seed(0)
+        batch = self.example_batch(1, (256, 256))
+        batch["latents"] = batch["latents"][:, :, :PROBE_SIDE, :PROBE_SIDE]
+        if "prompt_embeds" in batch:
+            batch["prompt_embeds"] = batch["prompt_embeds"][:, :PROBE_TOKENS]
+        for name, value in batch.items():
+            random = torch.randn(value.shape, generator=generator) if value.is_floating_point() else value
+            batch[name] = random.to(device)
+        shape = batch["latents"].shape[1:]
+        timesteps = self.objective.sample_t(generator, shape).reshape(1).to(device)
+        return self.predict(model, batch["latents"], timesteps, batch)
+
+
+def make_objective(settings: TrainingConfig, family: DiffusionFamily, *, unmasked_weight: float = 0.0) -> Objective:
+    """The objective the user asked for, on the family's noise schedule; `unmasked_weight` is an option of the data."""
+    flow = family.prediction_type == "flow"
+    _refuse_foreign(settings, OF_NOISE if flow else OF_FLOW, family)
+    return (_flow if flow else _noise_prediction)(settings, family, unmasked_weight)
+
+
+OF_NOISE = ("min_snr_gamma", "debiased", "zero_terminal_snr")
+OF_FLOW = ("timestep_sampling", "timestep_shift", "logit_mean", "logit_std", "mode_scale", "loss_weighting")
+"""Options of `training` that only one kind of objective knows."""
+
+
+def _refuse_foreign(settings: TrainingConfig, names: Sequence[str], family: DiffusionFamily) -> None:
+    changed = [name for name in names if getattr(settings, name) != TrainingConfig.model_fields[name].default]
+    if changed:
+        listed = ", ".join(shown("training", name) for name in changed)
+        title = getattr(family, "title", "")
+        raise ConfigError(
+            t(pt=f"{listed}: não se aplica a {title}", en=f"{listed}: does not apply to {title}"),
+            t(
+                pt="apague; é dos modelos que preveem ruído (SD, SDXL)" if names is OF_NOISE
+                else "apague; é dos modelos de fluxo retificado (FLUX, SD3, …)",
+                en="delete it; it is for models that predict noise (SD, SDXL)" if names is OF_NOISE
+                else "delete it; it is for models of rectified flow (FLUX, SD3, …)",
+            ),
+            shown("training", changed[0]),
+        )  # fmt: skip
+
+
+def _flow(settings: TrainingConfig, family: DiffusionFamily, unmasked_weight: float) -> RectifiedFlow:
+    asked: Any = {None: family.training_shift, 0.0: "resolution"}.get(settings.timestep_shift, settings.timestep_shift)
+    return RectifiedFlow(
+        shift=Shift.of(family.schedule_config, family.patch, asked),
+        sampling=family.timestep_sampling if settings.timestep_sampling == "auto" else settings.timestep_sampling,
+        logit_mean=settings.logit_mean,
+        logit_std=settings.logit_std,
+        mode_scale=settings.mode_scale,
+        timestep_range=_timestep_range(settings, 1000),
+        weighting=settings.loss_weighting,
+        noise_offset=settings.noise_offset,
+        loss=settings.loss,
+        huber_delta=settings.huber_delta,
+        unmasked_weight=unmasked_weight,
+    )
+
+
+def _noise_prediction(settings: TrainingConfig, family: DiffusionFamily, unmasked_weight: float) -> NoisePrediction:
+    if settings.zero_terminal_snr and family.prediction_type == "epsilon":
+        raise ConfigError(
+            t(
+                pt="treino.snr_terminal_zero não serve para um modelo que prevê epsilon: "
+                "no último nível de ruído não haveria nada a aprender",
+                en="training.zero_terminal_snr does not suit a model that predicts epsilon: "
+                "there would be nothing to learn at the last noise level",
+            ),
+            t(
+                pt="retire a chave, ou use modelo.tipo_predicao: v se o modelo base for mesmo de predição v",
+                en="remove the key, or set model.prediction_type: v_prediction if the base really predicts v",
+            ),
+        )
+    assert family.prediction_type != "flow"
+    schedule = alphas_cumprod(family.schedule_config, settings.zero_terminal_snr)
+    return NoisePrediction(
+        alphas_cumprod=schedule,
+        prediction_type=family.prediction_type,
+        timestep_range=_timestep_range(settings, len(schedule)),
+        min_snr_gamma=settings.min_snr_gamma,
+        debiased=settings.debiased,
+        noise_offset=settings.noise_offset,
+        loss=settings.loss,
+        huber_delta=settings.huber_delta,
+        unmasked_weight=unmasked_weight,
+    )
+
+
+def _timestep_range(settings: TrainingConfig, count: int) -> tuple[int, int]:
+    low, high = settings.timestep_min, min(settings.timestep_max, count)
+    if low < high:
+        return low, high
+    raise ConfigError(
+        t(
+            pt=f"nenhum nível de ruído entre passo_ruido_minimo ({low}) e passo_ruido_maximo ({settings.timestep_max})",
+            en=f"no timestep between timestep_min ({low}) and timestep_max ({settings.timestep_max})",
+        ),
+        t(
+            pt=f"este modelo base tem os níveis 0 a {count - 1}; o mínimo deve ser menor que o máximo",
+            en=f"this base has timesteps 0 to {count - 1}; the lowest must be below the highest",
+        ),
+    )

@@ -1,1 +1,0 @@
-"""Bases in GGUF files: reading them, unpacking their blocks, and what language models call their tensors."""

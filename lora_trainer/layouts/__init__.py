@@ -1,0 +1,6 @@
+"""Adapter files: the layouts other programs load, and proof that they do."""
+
+from .lora import Lora, LoraModule
+from .read import LoraFile, differences, read_lora, read_tensors
+
+__all__ = ["Lora", "LoraFile", "LoraModule", "differences", "read_lora", "read_tensors"]

@@ -1,0 +1,61 @@
+"""Learning-rate curves as pure functions of the optimizer step, so nothing needs saving and a run may be extended.
+
+Steps count from 0: the factor for `step` scales the update number `step + 1`. Warm-up climbs in equal strides and meets
+the peak at update number `warmup_steps`; the curve then falls to `lr_min_ratio`, met exactly at the last update.
+"""
+
+import math
+
+from ..config.schema import TrainingConfig
+from ..errors import t
+
+
+def warmup_steps(total: int, settings: TrainingConfig) -> int:
+    """`lr_warmup` below 1 is a share of all optimizer steps, otherwise a number of them."""
+    share = settings.lr_warmup
+    return round(total * share) if share < 1 else int(share)
+
+
+def lr_factor(step: int, total: int, settings: TrainingConfig) -> float:
+    """Factor in [0, 1] on the learning rate for optimizer step `step` (from 0) of `total`."""
+    assert step >= 0, step
+    climb = max(warmup_steps(total, settings), 1)
+    if step + 1 <= climb:
+        return (step + 1) / climb
+    done, span = min(step + 1, total) - climb, total - climb
+    if span <= 0:  # warm-up longer than the run, and the run longer than planned
+        return 1.0
+    return settings.lr_min_ratio + (1 - settings.lr_min_ratio) * _shape(done, span, settings)
+
+
+def _shape(done: int, span: int, settings: TrainingConfig) -> float:
+    """From 1 at `done` = 0 to 0 at `done` = `span`."""
+    left = 1 - done / span
+    if settings.lr_scheduler == "constant":
+        return 1.0
+    if settings.lr_scheduler == "linear":
+        return left
+    if settings.lr_scheduler == "polynomial":
+        return left**settings.lr_power
+    if settings.lr_scheduler == "cosine":
+        return _half_cosine(done / span)
+    # Restarts counted in whole numbers: a float remainder would make some restarts late by one step.
+    within = done * settings.lr_cycles % span
+    return _half_cosine(within / span if done < span else 1.0)
+
+
+def _half_cosine(progress: float) -> float:
+    return (1 + math.cos(math.pi * progress)) / 2
+
+
+def schedule_notices(total: int, settings: TrainingConfig) -> list[str]:
+    """What a user would want to know before the first step."""
+    climb = warmup_steps(total, settings)
+    if climb <= total:
+        return []
+    return [
+        t(
+            pt=f"aquecimento de {climb} passos num treino de {total}: a taxa nunca chega a taxa_aprendizado",
+            en=f"warm-up of {climb} steps in a run of {total}: the rate never reaches learning_rate",
+        )
+    ]

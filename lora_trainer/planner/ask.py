@@ -1,0 +1,66 @@
+"""The one way to ask what a run would need: for `plano`, for the comparison of presets and for every real run alike.
+
+Answers are kept in the user's cache. What depends on the moment, host RAM, is decided here, outside what is kept.
+"""
+
+from dataclasses import replace
+
+from ..config.loading import Loaded
+from ..config.names import Key
+from ..config.schema import MemoryConfig
+from ..files.sources import Source
+from ..machine.allowance import user_cache
+from ..machine.ram import Ram, ram_budget
+from .foresee import Foresight, Question, known_answer
+from .picker import Choice
+
+MAPPED_MASTER: Key = ("memory", "mapped_master")
+STREAMING: Key = ("memory", "block_streaming")
+PRESET: Key = ("memory", "preset")
+
+
+def ask(
+    loaded: Loaded,
+    choice: Choice,
+    source: Source | None,
+    precision_name: str,
+    *,
+    worst: tuple[int, tuple[int, int] | None],
+    previews: bool,
+    validation: bool,
+    ram: Ram | None = None,
+) -> Foresight:
+    """`worst`: rows of the largest micro-batch and their size, None for the largest that
+    the config allows. Options in `loaded.written` are the user's.
+
+    A preset named by the user comes first as it is (see plan.py). `source` None stands for the shipped architecture.
+    """
+    config, (batch_size, size) = loaded.config, worst
+    question = Question(
+        config,
+        None if source is None else replace(source, planning=True),
+        precision_name,
+        batch_size,
+        config.training.gradient_accumulation_steps,
+        size,
+        previews,
+        validation,
+        choice.available,
+        frozenset(loaded.written),
+        preset_first=PRESET in loaded.written and config.memory.preset not in ("auto", "none"),
+    )
+    folder = user_cache() / "plans"
+    found = known_answer(question, folder)
+    if found is None:
+        from .solve import foresee
+
+        found = foresee(question, folder)
+    return with_mapped_master(found, config.memory, ram or Ram.read())
+
+
+def with_mapped_master(found: Foresight, memory: MemoryConfig, ram: Ram) -> Foresight:
+    """Streamed from a file instead, where host RAM would not hold the blocks and the user leaves the choice open."""
+    streams = isinstance(found.values[STREAMING], float)
+    if memory.mapped_master != "auto" or not streams or found.host <= ram_budget(memory, ram):
+        return found
+    return replace(found, values={**found.values, MAPPED_MASTER: "yes"})

@@ -1,0 +1,114 @@
+"""From a question to its answer: the family opened without weights, the options solved, every phase simulated."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from ..engine.tracker import CAUSES, PhasePeak
+from ..families import resolve
+from ..machine.hardware import NAMES, Precision
+from ..seam.family import Family, ImageFamily
+from .caching import Encoding, plan_caching
+from .foresee import Foresight, Question, Tried, keep
+from .memo import Memo
+from .plan import Candidate, Planner
+from .rungs import Rungs
+from .simulate import Shape
+
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+ORDER = ("load", "forward", "backward", "optimizer", "validation", "preview")
+ADAPTER_KEPT = ("adapter", "optimizer")
+"""What a saved state holds."""
+
+
+def foresee(question: Question, folder: Path) -> Foresight:
+    """Solve the `auto` options and simulate every phase; the answer is kept in `folder`."""
+    found = answer(question, folder)
+    keep(found, question, folder)
+    return found
+
+
+def answer(question: Question, folder: Path | None = None) -> Foresight:
+    """`folder`: where simulations are kept. Raises SourceError or ConfigError for bases and options that cannot be trained."""
+    config, dtype = question.config, DTYPES[question.precision]
+    family = resolve(config.model, config.data, planning=True)
+    family.configure(config.training, config.data)
+    size = question.resolution or family.largest(config)
+    shape = Shape(
+        question.batch_size,
+        size,
+        question.accumulation,
+        previews=question.previews,
+        validation=question.validation,
+        preview_resolution=config.samples.resolution,
+    )
+    precision = Precision(dtype, dtype, scaler=dtype is torch.float16)
+    planner = Planner(
+        family,
+        config,
+        precision,
+        shape,
+        question.available,
+        question.written,
+        question.preset_first,
+        Memo(question, folder).recall,
+    )
+    best = planner.solve()
+    encoding, phases = _caching(question, family, dtype, size)
+    phases |= {name: best.prediction.phases[name] for name in ORDER if name in best.prediction.phases}
+    fits = best.fits(question.available)
+    rungs = Rungs(planner, best)
+    return Foresight(
+        values=best.values,
+        phases=phases,
+        fits=fits,
+        lossless=best.lossless,
+        flops=best.prediction.flops,
+        transferred=best.prediction.transferred,
+        tried=tuple(_tried(one, question.batch_size) for one in planner.tried),
+        below=() if question.available is None else tuple(rungs.below()),
+        without=rungs.without(),
+        saves=rungs.saves(simulate=not fits),
+        encoding=json.loads(json.dumps(asdict(encoding))),  # as it comes back from the cache
+        cache_bytes=_cache_bytes(family, size),
+        texts=not isinstance(family, ImageFamily),
+        adapter_bytes=sum(best.prediction.phases["optimizer"].causes[cause] for cause in ADAPTER_KEPT),
+    )
+
+
+def _caching(
+    question: Question, family: Family, dtype: torch.dtype, size: tuple[int, int]
+) -> tuple[Encoding, dict[str, PhasePeak]]:
+    """What fits nowhere on the card is encoded on the CPU, which is slow but right. Texts need no encoding."""
+    if not isinstance(family, ImageFamily):
+        return Encoding.of(question.config.memory, question.written), {}
+    encoding, phases, fits = plan_caching(
+        family, question.config, dtype, size, question.available, question.written
+    )
+    if not fits and question.available is not None:
+        too_large = {name for name, peak in phases.items() if peak.total > question.available}
+        encoding = replace(
+            encoding,
+            text_on_cpu="text_cache" in too_large,
+            text_streaming=encoding.text_streaming and "text_cache" not in too_large,
+            images_on_cpu="latent_cache" in too_large,
+        )
+        phases |= {name: PhasePeak(0, dict.fromkeys(CAUSES, 0), phases[name].total) for name in too_large}
+    return encoding, phases
+
+
+def _tried(candidate: Candidate, micro_batch: int) -> Tried:
+    cost = candidate.prediction
+    return Tried(candidate.values, candidate.peak, cost.flops, cost.transferred, micro_batch)
+
+
+def _cache_bytes(family: Family, size: tuple[int, int]) -> tuple[int, int]:
+    """(of an image, of a caption): what a batch holds beside its seeds and weights. Texts are not kept on disk."""
+    if not isinstance(family, ImageFamily):
+        return 0, 0
+    example = family.example_batch(1, size)
+    sizes = {name: tensor.nbytes for name, tensor in example.items() if name not in ("seeds", "weight")}
+    of_image = sum(size for name, size in sizes.items() if name in ("latents", "time_ids", "mask"))
+    return of_image, sum(sizes.values()) - of_image

@@ -1,0 +1,62 @@
+"""Memory techniques, one file each, found by name; and the plan of a run: those that it uses, applied in their order."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..config.schema import TrainingConfig
+from ..optim.optimizers import build_optimizer
+from ..seam.family import BlockGroup
+from ..seam.technique import (
+    ContextTechnique,
+    ConvertTechnique,
+    Groups,
+    OptimizerTechnique,
+    ScalerTechnique,
+    Technique,
+    WrapTechnique,
+)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The techniques of a run, applied in their order."""
+
+    techniques: tuple[Technique, ...]
+
+    def ordered(self) -> list[Technique]:
+        return sorted(self.techniques, key=lambda technique: technique.order)
+
+    def convert(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
+        for technique in self.ordered():
+            if isinstance(technique, ConvertTechnique):
+                technique.convert(model, groups)
+
+    def wrap(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
+        for technique in self.ordered():
+            if isinstance(technique, WrapTechnique):
+                technique.wrap(model, groups)
+
+    @contextmanager
+    def step_context(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for technique in self.ordered():
+                if isinstance(technique, ContextTechnique):
+                    stack.enter_context(technique.context())
+            yield
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """The plan's loss scaler; one that does nothing where no technique brings one."""
+        for technique in self.ordered():
+            if isinstance(technique, ScalerTechnique):
+                return technique.scaler()
+        return torch.amp.GradScaler("cpu", enabled=False)
+
+    def build_optimizer(self, groups: Groups, settings: TrainingConfig) -> torch.optim.Optimizer:
+        for technique in self.ordered():
+            if isinstance(technique, OptimizerTechnique):
+                return technique.build(groups, settings)
+        return build_optimizer(groups, settings)
