@@ -10,7 +10,7 @@ import psutil
 
 from ..config.schema import MemoryConfig
 from ..errors import t
-from ..journal.progress import gib
+from ..units import gib
 from .card import GIB
 
 RESERVE = GIB
