@@ -24,7 +24,6 @@ from rich.table import Table
 from ..atomic import write_json  # noqa: F401
 from ..engine.tracker import MemoryTracker
 from ..errors import t
-from ..units import GIB, gib  # noqa: F401
 
 PLAIN_LINE_SECONDS = 15.0
 
