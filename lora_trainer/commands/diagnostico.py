@@ -24,7 +24,7 @@ from ..errors import MachineError, UserError, t
 from ..machine.card import Card
 from ..machine.hardware import Machine, choose_device, choose_precision
 from ..machine.ram import Ram
-from ..optim.optimizers import EIGHT_BIT, probe, resolve_name
+from ..optim.optimizers import chosen, probe
 from ..planner.picker import pick
 from ..units import GIB, gib
 from ._last_run import last_run_lines, read_last_run
@@ -159,7 +159,7 @@ def _use(machine: Machine, loaded: Loaded) -> list[Check]:
 def _eight_bit(machine: Machine, loaded: Loaded) -> Check:
     """One real step. Broken is a failure only for a config that asks for it."""
     settings = loaded.config.training
-    wanted = resolve_name(settings) in EIGHT_BIT.values()
+    wanted = chosen(settings).is_8bit
     try:
         device, _ = choose_device(loaded.config.system.device, machine)
         probe(settings if wanted else TrainingConfig(optimizer="adamw8bit"), device)

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..choices.losses import LOSSES
+from ..choices.schedules import SCHEDULES
 from ..errors import t
 from . import names
 from .names import Key
@@ -30,6 +32,16 @@ def _has_convolutions(config: Config) -> bool:
     return config.model.lora_targets not in ("auto", "attention", "attention+mlp")
 
 
+def _of_curve(option: str, curve: str) -> _Needs:
+    """An option of `training` that only some curves read, such as `curve`."""
+    return _Needs(
+        ("training", option),
+        lambda c: option in SCHEDULES[c.training.lr_scheduler].reads,
+        ("training", "lr_scheduler"),
+        curve,
+    )
+
+
 _NEEDS = (
     _Needs(("model", "conv_rank"), _has_convolutions, ("model", "lora_targets"), "all"),
     _Needs(("model", "conv_alpha"), _has_convolutions, ("model", "lora_targets"), "all"),
@@ -39,19 +51,8 @@ _NEEDS = (
         lambda c: c.model.train_text_encoder,
         ("model", "train_text_encoder"),
     ),
-    _Needs(
-        ("training", "lr_cycles"),
-        lambda c: c.training.lr_scheduler == "cosine_restarts",
-        ("training", "lr_scheduler"),
-        "cosine_restarts",
-    ),
-    _Needs(
-        ("training", "lr_power"),
-        lambda c: c.training.lr_scheduler == "polynomial",
-        ("training", "lr_scheduler"),
-        "polynomial",
-    ),
-    _Needs(("training", "huber_delta"), lambda c: c.training.loss != "l2", ("training", "loss"), "huber"),
+    *(_of_curve(option, row.name) for row in SCHEDULES.values() for option in row.reads),
+    _Needs(("training", "huber_delta"), lambda c: bool(LOSSES[c.training.loss].bound), ("training", "loss"), "huber"),
     _Needs(("training", "validate_every"), lambda c: c.data.validation_fraction > 0, ("data", "validation_fraction")),
     _Needs(("data", "crop_variants"), lambda c: c.data.crop == "random", ("data", "crop"), "random"),
     _Needs(("data", "unmasked_weight"), lambda c: c.data.mask != "no", ("data", "mask"), "alpha"),

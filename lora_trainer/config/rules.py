@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import plugins
+from ..choices.optimizers import OPTIMIZERS, WITH_8BIT
 from ..errors import t
 from . import names
 from .entries import Entry
@@ -18,9 +19,6 @@ from .names import Key
 from .report import Problem, Where
 from .schema import Config
 
-WITH_8BIT = ("adamw", "adamw8bit", "pagedadamw8bit", "lion8bit")
-NOT_SEPARABLE = ("prodigy", "schedulefree_adamw")
-"""Optimizers with one estimate, or one average of the run, for all parameters."""
 MAX_NAME_BYTES = 120
 OUTPUTS: tuple[Key, ...] = (("data", "cache_dir"), ("output", "dir"))
 """Paths that are written to."""
@@ -72,7 +70,7 @@ def _taken_apart(option: str) -> _Conflict:
     return _Conflict(
         ("memory", option),
         ("training", "optimizer"),
-        lambda c: getattr(c.memory, option) == "yes" and c.training.optimizer in NOT_SEPARABLE,
+        lambda c: getattr(c.memory, option) == "yes" and not OPTIMIZERS[c.training.optimizer].separable,
         (
             "`{first}` não anda com `{second}: {c.training.optimizer}`, que usa uma estimativa comum a todos os pesos",
             "`{first}` excludes `{second}: {c.training.optimizer}`, which has one estimate for all weights",
@@ -114,7 +112,7 @@ _CONFLICTS = (
     _Conflict(
         ("training", "use_8bit_optimizer"),
         ("training", "optimizer"),
-        lambda c: c.training.use_8bit_optimizer == "yes" and c.training.optimizer not in WITH_8BIT,
+        lambda c: c.training.use_8bit_optimizer == "yes" and not OPTIMIZERS[c.training.optimizer].eight_bit,
         (
             "o otimizador `{c.training.optimizer}` não tem versão de 8 bits",
             "the optimizer `{c.training.optimizer}` has no 8-bit version",
@@ -199,10 +197,10 @@ _CONFLICTS = (
     _Conflict(
         ("training", "ema"),
         ("training", "optimizer"),
-        lambda c: c.training.ema > 0 and c.training.optimizer == "schedulefree_adamw",
+        lambda c: c.training.ema > 0 and OPTIMIZERS[c.training.optimizer].averages,
         (
-            "`{first}` sobra com `{second}: schedulefree_adamw`, que já entrega uma média dos passos",
-            "`{first}` is one too many with `{second}: schedulefree_adamw`, which already gives an average of the steps",
+            "`{first}` sobra com `{second}: {c.training.optimizer}`, que já entrega uma média dos passos",
+            "`{first}` is one too many with `{second}: {c.training.optimizer}`, which already gives an average of the steps",
         ),
         ("apague `{first}`", "delete `{first}`"),
     ),
@@ -302,10 +300,10 @@ _CONFLICTS = (
     _Conflict(
         ("model", "lora_rules"),
         ("training", "optimizer"),
-        lambda c: c.training.optimizer == "prodigy" and any("rate" in rule for rule in c.model.lora_rules),
+        lambda c: OPTIMIZERS[c.training.optimizer].finds_rate and any("rate" in rule for rule in c.model.lora_rules),
         (
-            "`{first}` dá taxas próprias, e o prodigy usa uma só, que ele mesmo acha",
-            "`{first}` gives rates of their own, and prodigy uses a single one, which it finds itself",
+            "`{first}` dá taxas próprias, e o {c.training.optimizer} usa uma só, que ele mesmo acha",
+            "`{first}` gives rates of their own, and {c.training.optimizer} uses a single one, which it finds itself",
         ),
         ("apague as taxas das regras, ou use outro otimizador", "delete the rules' rates, or use another optimizer"),
     ),

@@ -3,10 +3,15 @@
 Values that are words have a Portuguese and an English spelling too; WORDS maps the former to the latter.
 """
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pydantic import Field
 
+from ..choices import words
+from ..choices.losses import LOSSES, WEIGHTINGS
+from ..choices.noise_levels import SAMPLINGS
+from ..choices.optimizers import OPTIMIZERS
+from ..choices.schedules import SCHEDULES
 from .fields import (
     MAX_SIDE,
     Boolean,
@@ -37,8 +42,11 @@ WORDS: dict[str, dict[str, str]] = {
     "lora_init": {"padrao": "default", "padrão": "default"},
     "prediction_type": {"v": "v_prediction", "eps": "epsilon"},
     "measure": {"demo_linguagem": "demo_language"},
-    "timestep_sampling": {"uniforme": "uniform", "moda": "mode", "parábola": "parabola"},
-    "loss_weighting": {"nenhum": "none", "nao": "none", "não": "none", "no": "none"},
+    "optimizer": words(OPTIMIZERS),
+    "lr_scheduler": words(SCHEDULES),
+    "loss": words(LOSSES),
+    "loss_weighting": words(WEIGHTINGS),
+    "timestep_sampling": words(SAMPLINGS),
     "bad_images": {"parar": "stop", "pular": "skip"},
     "uncaptioned": {"usar": "use", "pular": "skip", "parar": "stop"},
     "text_format": {"conversas": "messages", "pergunta_resposta": "prompt_completion", "texto": "text"},
@@ -63,18 +71,22 @@ WORDS: dict[str, dict[str, str]] = {
     "text_quantization": _NO,
     "text_streaming": _YES_NO,
     "mapped_master": _YES_NO,
-    "lr_scheduler": {
-        "constante": "constant",
-        "cosseno": "cosine",
-        "cosseno_reinicios": "cosine_restarts",
-        "polinomial": "polynomial",
-    },
 }
 """Option -> Portuguese word -> the word used in code. A boolean `false` counts as "no", `true` as "yes"."""
 
-Optimizer = Literal[
-    "adamw", "adamw8bit", "pagedadamw8bit", "lion8bit", "adafactor", "prodigy", "came", "schedulefree_adamw"
-]
+if TYPE_CHECKING:  # which cannot know what is read off rows
+    OptimizerName: TypeAlias = str
+    ScheduleName: TypeAlias = str
+    LossName: TypeAlias = str
+    WeightingName: TypeAlias = str
+    SamplingName: TypeAlias = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
+    ScheduleName = Literal[tuple(SCHEDULES)]
+    LossName = Literal[tuple(LOSSES)]
+    WeightingName = Literal[tuple(WEIGHTINGS)]
+    _with_auto = ("auto", *SAMPLINGS)
+    SamplingName = Literal[_with_auto]
 
 
 class ModelConfig(Section):
@@ -351,7 +363,7 @@ class TrainingConfig(Section):
         "auto", pt="checkpoint_gradiente",
         doc_pt="Recalcula ativações no passo de volta para economizar memória; auto: se o plano precisar.",
         doc_en="Recompute activations in the backward pass to save memory; auto: if the plan needs it.")
-    optimizer: Optimizer = option("adamw", pt="otimizador", doc_pt="Otimizador.", doc_en="Optimizer.")
+    optimizer: OptimizerName = option("adamw", pt="otimizador", doc_pt="Otimizador.", doc_en="Optimizer.")
     use_8bit_optimizer: Switch = option(
         "auto", pt="use_otimizador_8bit",
         doc_pt="Usa a versão de 8 bits do otimizador (bitsandbytes); auto: se o plano precisar.",
@@ -368,7 +380,7 @@ class TrainingConfig(Section):
             "doc_pt": "Outros argumentos do otimizador.",
             "doc_en": "Other arguments of the optimizer.",
         })
-    lr_scheduler: Literal["constant", "linear", "cosine", "cosine_restarts", "polynomial"] = option(
+    lr_scheduler: ScheduleName = option(
         "constant", pt="agendador",
         doc_pt="Curva da taxa: constante, linear, cosseno, cosseno_reinicios, polinomial.",
         doc_en="Curve of the rate: constant, linear, cosine, cosine_restarts, polynomial.")
@@ -386,7 +398,7 @@ class TrainingConfig(Section):
     max_grad_norm: Number = option(
         1.0, pt="norma_maxima_gradiente", ge=0, le=1_000_000,
         doc_pt="Corte do gradiente; 0 desliga.", doc_en="Clipping; 0 is off.")
-    loss: Literal["l2", "huber", "smooth_l1"] = option(
+    loss: LossName = option(
         "l2", pt="perda", doc_pt="Função de perda.", doc_en="Loss function.")
     huber_delta: Number = option(
         0.1, pt="delta_huber", gt=0, le=1000, doc_pt="Delta do huber.", doc_en="Delta of the huber loss.")
@@ -406,7 +418,7 @@ class TrainingConfig(Section):
     timestep_max: Integer = option(
         1000, pt="passo_ruido_maximo", ge=1, le=1000,
         doc_pt="Maior nível de ruído (não incluído).", doc_en="Highest timestep (exclusive).")
-    timestep_sampling: Literal["auto", "uniform", "logit_normal", "mode", "parabola"] = option(
+    timestep_sampling: SamplingName = option(
         "auto", pt="amostragem_passo_ruido",
         doc_pt="Como os níveis de ruído são sorteados (FLUX e outros de fluxo retificado): auto (o da família: parábola no "
         "Chroma, logit_normal nos outros), uniforme, logit_normal, moda ou parábola.",
@@ -427,7 +439,7 @@ class TrainingConfig(Section):
     mode_scale: Number = option(
         1.29, pt="escala_moda", ge=-1, le=1.75,
         doc_pt="Quanto a amostragem moda concentra no meio.", doc_en="How much mode sampling favours the middle.")
-    loss_weighting: Literal["none", "sigma_sqrt", "cosmap"] = option(
+    loss_weighting: WeightingName = option(
         "none", pt="peso_niveis",
         doc_pt="Peso da perda por nível de ruído (fluxo retificado): nenhum, sigma_sqrt ou cosmap.",
         doc_en="Loss weight by noise level (rectified flow): none, sigma_sqrt or cosmap.")

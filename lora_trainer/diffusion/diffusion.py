@@ -18,7 +18,7 @@ from ..engine.host import compute_device
 from ..errors import ConfigError, t
 from ..seam.family import Batch, Example, ImageFamily, Sampling
 from .objective import NoisePrediction, Objective, alphas_cumprod
-from .rectified_flow import RectifiedFlow, Shift, TimestepSampling
+from .rectified_flow import RectifiedFlow, Shift
 from .sampling import sample_latents
 
 PROBE_SIDE = 8
@@ -38,7 +38,7 @@ class DiffusionFamily(ImageFamily):
     """beta_start, shift, num_train_timesteps, … as in diffusers' scheduler_config.json."""
     patch: ClassVar[int] = 2
     """Latent pixels that a transformer's token covers, along each side."""
-    timestep_sampling: ClassVar[TimestepSampling] = "logit_normal"
+    timestep_sampling: ClassVar[str] = "logit_normal"
     """What `treino.amostragem_passo_ruido: auto` is: as the family's own training script draws noise levels."""
     training_shift: ClassVar[float | Literal["auto", "resolution"]] = "auto"
     """How far they are shifted where the user does not say: "auto" is as its scheduler does when drawing."""

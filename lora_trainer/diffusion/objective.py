@@ -6,6 +6,7 @@ Left out: multi-resolution noise, per-step huber schedules, learned weightings.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,13 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..choices.losses import LOSSES
+
 
 @dataclass(frozen=True, eq=False)
 class Objective(ABC):
     """Timesteps are (B,) on the scale the network was trained with, and stay on the CPU until the network is called."""
 
     noise_offset: float = 0.0
-    loss: Literal["l2", "huber", "smooth_l1"] = "l2"
+    loss: str = "l2"
+    """One of choices/losses.py."""
     huber_delta: float = 0.1
     unmasked_weight: float = 0.0
 
@@ -64,12 +68,12 @@ class Objective(ABC):
         return (each * share).flatten(1).mean(1) / covered.clamp(min=torch.finfo(each.dtype).tiny)
 
     def _elementwise(self, prediction: Tensor, target: Tensor) -> Tensor:
-        # PyTorch's huber and smooth_l1 are half a square near zero; doubled, a small error costs what l2 makes it cost.
-        if self.loss == "huber":
-            return 2 * F.huber_loss(prediction, target, reduction="none", delta=self.huber_delta)
-        if self.loss == "smooth_l1":
-            return 2 * F.smooth_l1_loss(prediction, target, reduction="none", beta=self.huber_delta)
-        return F.mse_loss(prediction, target, reduction="none")
+        loss = LOSSES[self.loss]
+        function: Callable[..., Tensor] = getattr(F, loss.function)
+        if not loss.bound:
+            return function(prediction, target, reduction="none")
+        # Half a square near zero: doubled, a small error costs what l2 makes it cost.
+        return 2 * function(prediction, target, reduction="none", **{loss.bound: self.huber_delta})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

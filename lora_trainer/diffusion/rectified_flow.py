@@ -13,16 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..choices import read
+from ..choices.losses import WEIGHTINGS
+from ..choices.noise_levels import SAMPLINGS
 from .objective import Objective
 
 SCALE = 1000.0
 """Timesteps of pure noise, as diffusers counts them."""
-SMALLEST = 1e-3
-"""Of t, where a weight would be endless."""
-
-TimestepSampling = Literal["uniform", "logit_normal", "mode", "parabola"]
-PARABOLA = 7.7
-"""Chroma's reference training script draws t with the density 2 - 7.7 (t - 1/2)^2."""
 
 
 @dataclass(frozen=True)
@@ -68,46 +65,28 @@ class Shift:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RectifiedFlow(Objective):
     shift: Shift = Shift(1.0)
-    sampling: TimestepSampling = "logit_normal"
+    sampling: str = "logit_normal"
+    """One of choices/noise_levels.py."""
     logit_mean: float = 0.0
     logit_std: float = 1.0
     mode_scale: float = 1.29
     timestep_range: tuple[int, int] = (0, 1000)
     """What is drawn is squeezed into it."""
-    weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
+    weighting: str = "none"
+    """One of choices/losses.py."""
 
     def sample_t(self, rng: torch.Generator, shape: torch.Size) -> Tensor:
         low, high = (end / SCALE for end in self.timestep_range)
         return SCALE * (low + (high - low) * self.shift(self._unshifted(rng), shape))
 
     def _unshifted(self, rng: torch.Generator) -> Tensor:
-        if self.sampling == "logit_normal":
-            return torch.sigmoid(self.logit_mean + self.logit_std * torch.randn((), generator=rng))
-        u = torch.rand((), generator=rng)
-        if self.sampling == "mode":  # equation 20: s moves weight to the middle
-            return 1 - u - self.mode_scale * (torch.cos(math.pi * u / 2) ** 2 - 1 + u)
-        if self.sampling == "parabola":
-            return _parabola(1 - u)
-        return 1 - u  # never 0, where there is nothing to learn
+        sampling = SAMPLINGS[self.sampling]
+        number = (torch.randn if sampling.normal else torch.rand)((), generator=rng)
+        return sampling.level(number, **read(self, sampling.reads))
 
     def corrupt(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> tuple[Tensor, Tensor]:
         t = (timesteps / SCALE).view(-1, *[1] * (x0.ndim - 1)).to(x0)
         return (1 - t) * x0 + t * noise, noise - x0
 
     def weight(self, timesteps: Tensor) -> Tensor:
-        t = timesteps / SCALE
-        if self.weighting == "sigma_sqrt":
-            return t.clamp(min=SMALLEST) ** -2
-        if self.weighting == "cosmap":  # equation 21
-            return 2 / (math.pi * (1 - 2 * t + 2 * t**2))
-        return torch.ones_like(t)
-
-
-def _parabola(u: Tensor) -> Tensor:
-    """The t below which a share `u` of the parabola lies: the middle root of a cubic, by Viete's formula.
-
-    With d = t - 1/2 the area is 2 d - (a / 3) d^3, so d^3 - p d + q = 0 with p = 6 / a and q = 3 (area) / a.
-    """
-    half = 1 - PARABOLA / 24  # area from the middle to either end
-    p, q = 6 / PARABOLA, 3 * (2 * u.double() - 1) * half / PARABOLA
-    return (0.5 + 2 * math.sqrt(p / 3) * torch.sin(torch.asin(1.5 * q / p * math.sqrt(3 / p)) / 3)).float()
+        return WEIGHTINGS[self.weighting].of(timesteps / SCALE)

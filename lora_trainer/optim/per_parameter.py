@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config.rules import NOT_SEPARABLE
 from ..config.schema import TrainingConfig
 from ..errors import t
 from ..seam.technique import Groups
-from .optimizers import resolve_name
+from .optimizers import chosen
 
 
 class PerParameter(torch.optim.Optimizer):
@@ -59,10 +58,10 @@ class PerParameter(torch.optim.Optimizer):
 
 def not_separable(settings: TrainingConfig) -> str | None:
     """Why the optimizer cannot be taken apart, if so."""
-    name = resolve_name(settings)
-    if name not in NOT_SEPARABLE:
+    optimizer = chosen(settings)
+    if optimizer.separable:
         return None
     return t(
-        pt=f"otimizador: {name} (usa uma estimativa comum a todos os parâmetros)",
-        en=f"optimizer: {name} (has one estimate for all parameters)",
+        pt=f"otimizador: {optimizer.name} (usa uma estimativa comum a todos os parâmetros)",
+        en=f"optimizer: {optimizer.name} (has one estimate for all parameters)",
     )

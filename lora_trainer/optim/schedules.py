@@ -4,8 +4,8 @@ Steps count from 0: the factor for `step` scales the update number `step + 1`. W
 the peak at update number `warmup_steps`; the curve then falls to `lr_min_ratio`, met exactly at the last update.
 """
 
-import math
-
+from ..choices import read
+from ..choices.schedules import SCHEDULES
 from ..config.schema import TrainingConfig
 from ..errors import t
 
@@ -25,27 +25,9 @@ def lr_factor(step: int, total: int, settings: TrainingConfig) -> float:
     done, span = min(step + 1, total) - climb, total - climb
     if span <= 0:  # warm-up longer than the run, and the run longer than planned
         return 1.0
-    return settings.lr_min_ratio + (1 - settings.lr_min_ratio) * _shape(done, span, settings)
-
-
-def _shape(done: int, span: int, settings: TrainingConfig) -> float:
-    """From 1 at `done` = 0 to 0 at `done` = `span`."""
-    left = 1 - done / span
-    if settings.lr_scheduler == "constant":
-        return 1.0
-    if settings.lr_scheduler == "linear":
-        return left
-    if settings.lr_scheduler == "polynomial":
-        return left**settings.lr_power
-    if settings.lr_scheduler == "cosine":
-        return _half_cosine(done / span)
-    # Restarts counted in whole numbers: a float remainder would make some restarts late by one step.
-    within = done * settings.lr_cycles % span
-    return _half_cosine(within / span if done < span else 1.0)
-
-
-def _half_cosine(progress: float) -> float:
-    return (1 + math.cos(math.pi * progress)) / 2
+    curve = SCHEDULES[settings.lr_scheduler]
+    shape = curve.shape(done, span, **read(settings, curve.reads))
+    return settings.lr_min_ratio + (1 - settings.lr_min_ratio) * shape
 
 
 def schedule_notices(total: int, settings: TrainingConfig) -> list[str]:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ..choices.optimizers import OPTIMIZERS
 from ..config import names
 from ..config.schema import Config
 from ..errors import DoesNotFitError, language, t
-from ..optim.optimizers import EIGHT_BIT
 from ..units import gib
 from .options import OPTIMIZER_OFFLOAD, moments_can_leave
 
@@ -235,9 +235,9 @@ def _quantised_base(config: Config, phase: str) -> Iterator[Remedy]:
 
 
 def _optimizer(config: Config, phase: str) -> Iterator[Remedy]:
-    training = config.training
-    small = training.optimizer in (*EIGHT_BIT.values(), "adafactor") or training.use_8bit_optimizer == "yes"
-    if not small and training.optimizer in EIGHT_BIT and phase not in CACHING:
+    optimizer = OPTIMIZERS[config.training.optimizer]
+    small = optimizer.small or config.training.use_8bit_optimizer == "yes"
+    if not small and optimizer.eight_bit and phase not in CACHING:
         yield Remedy({("training", "use_8bit_optimizer"): "yes"}, "numbers")
 
 

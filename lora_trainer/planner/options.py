@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ..choices.optimizers import OPTIMIZERS
 from ..config.names import Key
-from ..config.rules import NOT_SEPARABLE
 from ..config.schema import Config
 from ..errors import t
 
@@ -22,7 +22,7 @@ SOLVED = (CHECKPOINTING, OPTIMIZER_8BIT, EMBEDDINGS, STREAMING, OFFLOAD, OPTIMIZ
 
 def moments_can_leave(config: Config) -> bool:
     """Whether `optimizer_offload` may be on."""
-    return config.training.optimizer not in NOT_SEPARABLE and config.memory.optimizer_in_backward != "yes"
+    return OPTIMIZERS[config.training.optimizer].separable and config.memory.optimizer_in_backward != "yes"
 
 
 def with_needs(values: Mapping[Key, Any]) -> dict[Key, Any]:

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
+from ..choices.optimizers import OPTIMIZERS
 from ..config.names import Key
 from ..config.schema import Config
 from ..machine.hardware import Precision
-from ..optim.optimizers import EIGHT_BIT
 from ..seam.family import Family
 from .estimate import Blocks, peak_at
 from .options import (
@@ -264,7 +264,7 @@ class Planner:
 
     def _has_8bit(self) -> bool:
         training = self.config.training
-        smaller = EIGHT_BIT.get(training.optimizer, training.optimizer) != training.optimizer
+        smaller = OPTIMIZERS[training.optimizer].eight_bit not in ("", training.optimizer)
         return smaller and self.config.memory.optimizer_in_backward != "yes"
 
     def blocks_stored(self, quantization: str) -> Blocks:

@@ -17,7 +17,7 @@ from ..engine.tracker import hold, host_memory
 from ..journal.checkpoint import State, on_cpu
 from ..loop import Trainee
 from ..machine import hardware
-from ..optim import optimizers
+from ..optim import optimizers, resume
 from ..planner.ladder import Rung
 from ..planner.plan import with_values
 from ..planner.techniques import make_plan
@@ -115,7 +115,7 @@ class Setup:
 
     def load(self, state: State) -> None:
         self.adapter.load_state_dict(state.adapter)
-        optimizers.load_state(self.optimizer, state.optimizer, self.target.config.training)
+        resume.load_state(self.optimizer, state.optimizer, self.target.config.training)
         self.scaler.load_state_dict(state.scaler)
 
     def forget_gradients(self) -> None:

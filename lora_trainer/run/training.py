@@ -23,7 +23,7 @@ from ..journal.run_folder import RunFolder
 from ..loop import StepReport, StepsInBackward, gradients, to_device
 from ..loop import train as training_loop
 from ..modality import Batches, Loader, Outputs, Previews
-from ..optim import optimizers, schedules
+from ..optim import averages, schedules
 from ..planner.ladder import MICRO_BATCH, Rung, next_rung
 from ..runtime.measured import Measured
 from ..runtime.recover import Shortage, attempt
@@ -287,14 +287,14 @@ class Training:
             )
 
     def preview(self, step: int) -> None:
-        with optimizers.evaluation_weights(self.setup.optimizer):
+        with averages.evaluation_weights(self.setup.optimizer):
             self.previews.draw(self.setup.model, self.setup.adapter, step, self.session.folder)
 
     def last_preview(self) -> None:
         """With the adapter as it will be written, and its measure, if one is asked for."""
 
         def draw() -> None:
-            with optimizers.evaluation_weights(self.setup.optimizer):
+            with averages.evaluation_weights(self.setup.optimizer):
                 if self.config.samples.prompts:
                     self.previews.draw(self.setup.model, self.setup.adapter, self.total, self.session.folder)
                 self.previews.measure_after(self.setup.model)
@@ -304,7 +304,7 @@ class Training:
     def save_intermediate(self, step: int) -> None:
         """A full disk is told, and training goes on."""
         try:
-            with optimizers.evaluation_weights(self.setup.optimizer):
+            with averages.evaluation_weights(self.setup.optimizer):
                 path = self.outputs.save(self.setup.adapter, step, intermediate=True)[0]
         except MachineError as error:
             self.terminal.warn(str(error))
@@ -344,7 +344,7 @@ class Training:
         size = min(self.config.training.batch_size, setup.rung.micro_batch)
         setup.model.eval()
         try:
-            with optimizers.evaluation_weights(setup.optimizer):
+            with averages.evaluation_weights(setup.optimizer):
                 for batch in self.loader.validation_batches(size):
                     with setup.plan.step_context():
                         total += setup.target.family.loss(setup.model, to_device(batch, setup.target.device)).item()
@@ -363,7 +363,7 @@ class Training:
         """Write the final files and prove each; the lines that "done" prints."""
 
         def save() -> list[str]:
-            with optimizers.evaluation_weights(self.setup.optimizer):
+            with averages.evaluation_weights(self.setup.optimizer):
                 return self.outputs.finish(self.setup.model, self.setup.adapter, self.total)
 
         return list(self._sheltered("save", self.total, save))

@@ -11,12 +11,12 @@ from typing import ClassVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from ..choices.optimizers import OPTIMIZERS
 from ..config.schema import TrainingConfig
-from ..optim.optimizers import build_optimizer, resolve_name
+from ..optim.optimizers import build_optimizer, chosen
 from ..seam.technique import Groups, OptimizerTechnique
 
-PAGED = {"adamw8bit": "pagedadamw8bit"}
-UNPAGED = {paged: plain for plain, paged in PAGED.items()}
+PAGED = {row.unpaged: row.name for row in OPTIMIZERS.values() if row.unpaged}
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Optimizer8bit(OptimizerTechnique):
     paged: bool = False
 
     def build(self, groups: Groups, settings: TrainingConfig) -> torch.optim.Optimizer:
-        name = resolve_name(settings.model_copy(update={"use_8bit_optimizer": "yes"}))
+        name = chosen(settings.model_copy(update={"use_8bit_optimizer": "yes"})).name
         simulated = any(isinstance(parameter, FakeTensor) for group in groups for parameter in group["params"])
         if simulated:  # bitsandbytes would page real memory
-            name = UNPAGED.get(name, name)
+            name = OPTIMIZERS[name].unpaged or name
         elif self.paged:
             name = PAGED.get(name, name)
         with unset_fake_temporarily():  # its code tables are worked out from values

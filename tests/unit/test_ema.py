@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from lora_trainer.config.schema import TrainingConfig
-from lora_trainer.optim.ema import NAME
-from lora_trainer.optim.optimizers import build_optimizer, evaluation_weights, load_state
+from lora_trainer.optim.averages import NAME, evaluation_weights
+from lora_trainer.optim.optimizers import build_optimizer
+from lora_trainer.optim.resume import load_state
 
 
 def trained(ema: float, steps: int, optimizer: str = "adamw", size: int = 8) -> tuple[nn.Parameter, torch.optim.Optimizer]:

@@ -13,7 +13,8 @@ from lora_trainer.config.schema import ModelConfig, TrainingConfig
 from lora_trainer.errors import ConfigError, ErrorReport, set_language
 from lora_trainer.export.verify import verify
 from lora_trainer.export.write import save_adapter
-from lora_trainer.optim.optimizers import build_optimizer, load_state, param_groups
+from lora_trainer.optim.optimizers import build_optimizer, param_groups
+from lora_trainer.optim.resume import load_state
 
 RULES = [
     {"target": r"attn2\.to_[qk]$", "rank": 2, "rate": 1e-5},

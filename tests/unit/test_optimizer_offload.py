@@ -10,7 +10,9 @@ from lora_trainer.config.schema import Config, TrainingConfig
 from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.errors import ConfigError
 from lora_trainer.machine.hardware import Precision
-from lora_trainer.optim.optimizers import evaluation_weights, load_state, param_groups
+from lora_trainer.optim.averages import evaluation_weights
+from lora_trainer.optim.optimizers import param_groups
+from lora_trainer.optim.resume import load_state
 from lora_trainer.planner.simulate import state_tensors
 from lora_trainer.planner.techniques import make_plan
 from lora_trainer.techniques import MemoryPlan

@@ -8,24 +8,17 @@ import pytest
 import torch
 from torch import nn
 
+from lora_trainer.choices.optimizers import OPTIMIZERS
 from lora_trainer.config.schema import TrainingConfig
 from lora_trainer.errors import ConfigError, Interrupted, MachineError, set_language
-from lora_trainer.optim.optimizers import (
-    RECIPES,
-    build_optimizer,
-    evaluation_weights,
-    load_state,
-    optimizer_notices,
-    param_groups,
-    probe,
-    resolve_name,
-    set_training,
-)
+from lora_trainer.optim.averages import evaluation_weights, set_training
+from lora_trainer.optim.optimizers import build_optimizer, chosen, optimizer_notices, param_groups, probe
+from lora_trainer.optim.resume import load_state
 from lora_trainer.techniques.optimizer_8bit import Optimizer8bit
 from lora_trainer.techniques.optimizer_in_backward import OptimizerInBackward
 
 CPU = torch.device("cpu")
-ALL = sorted(RECIPES)
+ALL = sorted(OPTIMIZERS)
 EIGHT_BITS = ["adamw8bit", "lion8bit", "pagedadamw8bit"]
 
 
@@ -316,14 +309,14 @@ def test_missing_extra_names_the_pip_line(monkeypatch):
     ("written", "used"), [("adamw", "adamw8bit"), ("pagedadamw8bit", "pagedadamw8bit"), ("lion8bit", "lion8bit")]
 )
 def test_use_8bit_optimizer(written, used):
-    assert resolve_name(settings(optimizer=written, use_8bit_optimizer=True)) == used
-    assert resolve_name(settings(optimizer=written)) == written
+    assert chosen(settings(optimizer=written, use_8bit_optimizer=True)).name == used
+    assert chosen(settings(optimizer=written)).name == written
 
 
 @pytest.mark.parametrize("name", ["adafactor", "prodigy", "came", "schedulefree_adamw"])
 def test_no_8_bit_version(name):
     with pytest.raises(ConfigError, match="use_otimizador_8bit"):
-        resolve_name(settings(optimizer=name, use_8bit_optimizer=True))
+        chosen(settings(optimizer=name, use_8bit_optimizer=True))
 
 
 def test_unknown_arguments_are_all_told_with_the_accepted_ones():

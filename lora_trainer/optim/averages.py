@@ -1,11 +1,11 @@
-"""An average of the adapter over the steps (Polyak & Juditsky 1992), for validation, previews and files; training goes on
-with its own weights.
+"""The weights to look at, where they are not those in training: an average of the adapter over the steps (Polyak &
+Juditsky 1992), or a schedule-free optimizer's own; for validation, previews and files.
 
-It lives in the optimizer's state, so saving, resuming and foreseeing its memory need nothing of their own. The first steps
+The average lives in the optimizer's state, so saving, resuming and foreseeing its memory need nothing of their own. The first steps
 count for more than `decay` says, or the start would stay in the average for long. Left out: several averages at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,17 +43,31 @@ def forget(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state.get(parameter, {}).pop(NAME, None)
 
 
+def set_training(optimizer: torch.optim.Optimizer, training: bool) -> None:
+    """Schedule-free optimizers hold one point to train at and another to use; the others hold one for both."""
+    switch = getattr(optimizer, "train" if training else "eval", None)
+    if switch is not None:
+        switch()
+
+
 @contextmanager
-def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, parameters hold their averages, if there are any; afterwards their own values, bit for bit."""
-    params = [p for group in optimizer.param_groups for p in group["params"] if NAME in optimizer.state.get(p, {})]
+def evaluation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The weights to validate, preview and export with; training weights come back bit for bit afterwards."""
+    schedule_free = hasattr(optimizer, "eval")
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = [p for p in params if schedule_free or NAME in optimizer.state.get(p, {})]
     kept = [p.detach().clone() for p in params]
-    with torch.no_grad():
-        for p in params:
-            p.copy_(optimizer.state[p][NAME])
     try:
+        set_training(optimizer, False)
+        if not schedule_free:
+            _copy([optimizer.state[p][NAME] for p in params], params)
         yield
     finally:
-        with torch.no_grad():
-            for p, value in zip(params, kept, strict=True):
-                p.copy_(value)
+        set_training(optimizer, True)
+        _copy(kept, params)
+
+
+@torch.no_grad()
+def _copy(values: Sequence[torch.Tensor], params: Sequence[torch.Tensor]) -> None:
+    for p, value in zip(params, values, strict=True):
+        p.copy_(value)
