@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..engine.tracker import host_memory
-from ..modality import Draw
+from ..modality import Batches, Draw
 from ..seam.family import Batch, Example
 from .dataset import Dataset
 from .encode import Encoder, View, views
@@ -23,39 +23,13 @@ from .scan import ImageItem
 from .variants import drawn, plain, stable_hash
 
 
-class BatchPlan:
-    """The order of an entire run as a function of the optimizer step; nothing in it advances."""
-
-    def __init__(self, dataset: Dataset, batch_size: int, accumulation: int, seed: int) -> None:
-        assert batch_size >= 1
-        assert accumulation >= 1
-        self.dataset, self.batch_size, self.accumulation, self.seed = dataset, batch_size, accumulation, seed
-        self._batches = functools.lru_cache(maxsize=2)(self._make_batches)
-        buckets: dict[tuple[int, int], int] = {}
-        for item in dataset.examples:
-            buckets[_target(item)] = buckets.get(_target(item), 0) + item.repeats
-        self.batches_per_epoch = sum(-(-count // batch_size) for count in buckets.values())
-        self.steps_per_epoch = -(-self.batches_per_epoch // accumulation)
-
-    def window(self, step: int) -> list[list[Draw]]:
-        """The micro-batches of optimizer step `step`, counted from 0 over all epochs."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        return self._batches(epoch)[place * self.accumulation : (place + 1) * self.accumulation]
-
-    def epoch(self, step: int) -> int:
-        return step // self.steps_per_epoch
-
-    def worst(self) -> list[Draw]:
-        """The micro-batch that needs most memory."""
-        return max(self._batches(0), key=self.cost)
-
+class BatchPlan(Batches[Dataset]):
     def cost(self, draws: Sequence[Draw]) -> int:
         """Pixels in all."""
         width, height = self.size(draws)
         return width * height * len(draws)
 
     def worst_size(self) -> tuple[int, tuple[int, int]]:
-        """Images and their (width, height) in the worst micro-batch."""
         worst = self.worst()
         return len(worst), self.size(worst)
 
@@ -64,8 +38,11 @@ class BatchPlan:
         return _target(self.dataset.examples[draws[0].item])
 
     def split(self, draws: list[Draw], rows: int) -> list[list[Draw]]:
-        """The same images, at most `rows` at once."""
         return [draws[at : at + rows] for at in range(0, len(draws), rows)]
+
+    def _make_windows(self, epoch: int) -> list[list[list[Draw]]]:
+        batches = self._make_batches(epoch)
+        return [batches[at : at + self.accumulation] for at in range(0, len(batches), self.accumulation)]
 
     def _make_batches(self, epoch: int) -> list[list[Draw]]:
         """Every draw gets a random key. Batches are cut from each bucket in key order and lined up by their middle

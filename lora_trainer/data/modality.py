@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from ..config.names import shown
 from ..config.schema import Config, TrainingConfig
 from ..errors import t
 from ..modality import Desk, Modality, RunFacts
+from ..modality.options import OF_TEXTS, unread
 from ..planner.caching import Encoding
 from ..seam.family import ImageFamily
 from . import dataset as data
@@ -17,9 +17,6 @@ from .encode import EncodeCounts, Encoder, caches_text, encode_dataset
 from .outputs import ImageOutputs
 from .preview import ImagePreviews
 from .report import summary_lines, token_lines
-
-OF_TEXTS = ("text_format", "chat_template", "loss_on", "max_length", "packing", "bad_rows", "rows_without_target")
-"""Options of `data` that only language models read."""
 
 
 class Images(Modality):
@@ -35,7 +32,7 @@ class Images(Modality):
             exclude=[Path(self.config.output.dir)],
             progress=progress,
         )
-        return [*_unread(self.config), *self.dataset.notes.warnings], self.dataset.notes.notes
+        return [*unread(self.config, OF_TEXTS, "linguagem"), *self.dataset.notes.warnings], self.dataset.notes.notes
 
     def batches(self, training: TrainingConfig, seed: int) -> BatchPlan:
         return BatchPlan(self.dataset, training.batch_size, training.gradient_accumulation_steps, seed)
@@ -51,8 +48,7 @@ class Images(Modality):
         encoder = Encoder(
             self.family, cache, self.config.data, image_dtype, dtype, not self.trains_with_text, desk.encoding
         )
-        self.previews = ImagePreviews(self.family, desk.config, encoder, desk.device, desk.terminal, desk.metrics)
-        self.previews.on_oom = desk.heard
+        self.previews = ImagePreviews(self.family, encoder, desk)
         with desk.terminal.steps() as progress:
             captions = self.previews.captions()
             counts = encode_dataset(self.dataset, encoder, desk.device, captions, progress, desk.heard)
@@ -62,17 +58,6 @@ class Images(Modality):
 
     def outputs(self, facts: RunFacts, batches: Any) -> ImageOutputs:
         return ImageOutputs(facts, self.family, batches)
-
-
-def _unread(config: Config) -> list[str]:
-    """Options of language models, where the user gave them a value."""
-    data, samples = type(config.data).model_fields, type(config.samples).model_fields
-    found = [shown("data", name) for name in OF_TEXTS if getattr(config.data, name) != data[name].default]
-    found += [shown("samples", "max_tokens")] if config.samples.max_tokens != samples["max_tokens"].default else []
-    if not found:
-        return []
-    listed = ", ".join(found)
-    return [t(pt=f"só para modelos de linguagem, sem efeito aqui: {listed}", en=f"of no effect here: {listed}")]
 
 
 def _counted(counts: EncodeCounts) -> str:

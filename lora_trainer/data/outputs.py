@@ -1,6 +1,5 @@
 """The files an image run leaves: adapters with their metadata, each checked by the consumer's loader."""
 
-import logging
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,99 +8,47 @@ from typing import cast
 from torch import nn
 
 from ..adapters import Adapter
-from ..engine.tracker import host_memory
-from ..errors import t
 from ..export.metadata import RunFacts, describe
-from ..export.verify import Verification, verify
+from ..export.verify import verify
 from ..export.write import Format, save_adapter
-from ..journal.run_folder import keep_last
 from ..modality import Outputs
 from ..modality import RunFacts as Run
-from ..seam.family import Family
+from ..modality.outputs import done_line
+from ..seam.family import ImageFamily
 from .batches import BatchPlan
 
-log = logging.getLogger(__name__)
 
-
-class ImageOutputs(Outputs):
-    def __init__(self, run: Run, family: Family, batches: BatchPlan) -> None:
-        self.loaded, self.family = run.loaded, family
+class ImageOutputs(Outputs[ImageFamily, BatchPlan]):
+    def __init__(self, run: Run, family: ImageFamily, batches: BatchPlan) -> None:
+        super().__init__(run, family, batches)
         self.folder = replace(run.folder, usual=family.formats[0])
-        self.dataset, self.steps_per_epoch = batches.dataset, batches.steps_per_epoch
-        self.day, self.total = run.day, run.total
-        self.formats = family.chosen_formats(run.loaded.config.output.formats)
-        self.written: list[Path] = []
 
-    def save(self, adapter: Adapter, step: int, *, intermediate: bool) -> list[Path]:
-        """Write every format asked for; intermediate files beyond `manter_ultimos` go."""
-        output, paths = self.loaded.config.output, []
-        metadata = describe(self.family, self.loaded.config, self._facts(step))
-        for format_ in self.formats:
-            path = self.folder.adapter(format_, step if intermediate else None)
-            with host_memory():
-                paths.append(save_adapter(adapter, self.family, path, cast(Format, format_), output.precision, metadata))
-            keep_last(self.folder.intermediate(format_), output.keep_last)
-        self.written = paths
-        if adapter.is_untrained():
-            log.warning(_no_effect(step))
-        return paths
+    def _write(self, adapter: Adapter, format_: str, path: Path, step: int) -> None:
+        metadata = describe(self.family, self.config, self._facts(step))
+        save_adapter(adapter, self.family, path, cast(Format, format_), self.config.output.precision, metadata)
 
-    def finish(self, model: nn.ModuleDict, adapter: Adapter, step: int) -> list[str]:
-        """Write the final files and prove each; the lines that "done" prints."""
-        lines = []
-        for path in self.save(adapter, step, intermediate=False):
-            lines.append(_line(verify(model, adapter, self.family, path, self.family.probe), step, self.total))
-        return lines
+    def _proved(self, model: nn.ModuleDict, adapter: Adapter, path: Path, step: int) -> str:
+        return done_line(verify(model, adapter, self.family, path, self.family.probe), step, self.run.total)
 
     def _facts(self, step: int) -> RunFacts:
         tags: dict[str, Counter[str]] = {}
         buckets: Counter[tuple[int, int]] = Counter()
-        for item in self.dataset.training:
+        dataset = self.batches.dataset
+        for item in dataset.training:
             folder = item.name.rpartition("/")[0].rpartition("/")[2] or "."
-            words = (
-                tag.strip() for text in item.caption.texts for tag in text.split(self.loaded.config.data.separator)
-            )
+            words = (tag.strip() for text in item.caption.texts for tag in text.split(self.config.data.separator))
             tags.setdefault(f"{item.repeats}_{folder}", Counter()).update(word for word in words if word)
             if item.fit is not None:
                 buckets[item.fit.target] += 1
         return RunFacts(
-            name=self.loaded.name,
-            date=self.day,
-            seed=int(self.loaded.config.system.seed or 0),
+            name=self.run.loaded.name,
+            date=self.run.day,
+            seed=int(self.config.system.seed or 0),
             step=step,
-            total_steps=self.total,
-            epoch=-(-step // self.steps_per_epoch),
-            num_images=len(self.dataset.training),
-            num_regularization_images=len(self.dataset.regularization),
+            total_steps=self.run.total,
+            epoch=-(-step // self.batches.steps_per_epoch),
+            num_images=len(dataset.training),
+            num_regularization_images=len(dataset.regularization),
             tag_frequency=tags,
             buckets=buckets,
         )
-
-    def last_good(self) -> str:
-        """Where the last usable result is, for a run that diverged."""
-        files = [path for format_ in self.formats for path in self.folder.intermediate(format_)]
-        if files:
-            return t(pt=f"último arquivo bom: {files[-1]}", en=f"last good file: {files[-1]}")
-        states = sorted(self.folder.state.glob("passo-*"))
-        if states:
-            return t(pt=f"último estado bom: {states[-1]}", en=f"last good state: {states[-1]}")
-        return t(pt="nenhum arquivo tinha sido salvo ainda", en="no file had been saved yet")
-
-
-def _line(checked: Verification, step: int, total: int) -> str:
-    note = f" ({checked.notice})" if checked.notice else ""
-    return t(
-        pt=f"pronto: {checked.path}: {step}/{total} passos, {checked.num_modules} módulos, relido por {checked.reader}: "
-        f"saída difere {checked.output_difference:.1e} da do treino e {checked.effect:.1e} da base{note}",
-        en=f"done: {checked.path}: {step}/{total} steps, {checked.num_modules} modules, reloaded by {checked.reader}: "
-        f"output differs {checked.output_difference:.1e} from the trainer's and {checked.effect:.1e} from the base's{note}",
-    )
-
-
-def _no_effect(step: int) -> str:
-    return t(
-        pt=f"no passo {step} o LoRA ainda é nulo (não soma nada a nenhum peso): o arquivo não muda nada em nenhum "
-        "programa; confira treino.taxa_aprendizado, treino.aquecimento e se a perda é maior que zero",
-        en=f"at step {step} the LoRA is still null (it adds nothing to any weight): the file changes nothing in any program; "
-        "check training.learning_rate, training.lr_warmup and that the loss is above zero",
-    )

@@ -1,70 +1,47 @@
 """Images drawn during training: the same prompts and noise, base beside adapter, in one labelled PNG.
 
-A preview never harms the run: it draws from its own random numbers, leaves the model in training mode, and whatever goes
-wrong is reported and forgotten. When memory runs out it is tried again one image at a time and in tiles, as all later ones
-are then; if that fails too, it is skipped. The base's pictures are drawn once. A measure (the demo's concept score) looks
-at such pictures before and after training.
+They are drawn from their own random numbers, and leave the model in training mode.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import nn
 
-from ..adapters import Adapter
-from ..config.names import shown
-from ..config.schema import Config
 from ..engine.tracker import hold
 from ..engine.vae_tiling import decodes_tiled, tiled
-from ..errors import ConfigError, t
-from ..journal.progress import Metrics, Terminal
-from ..journal.run_folder import RunFolder
-from ..planner.caching import OnOom
-from ..runtime.recover import free_memory, is_out_of_memory
+from ..errors import t
+from ..modality import Desk, Previews
 from ..seam.family import Example, ImageFamily, Sampling
-from ..techniques import MemoryPlan
 from ..techniques.attention_slicing import slice_where_unfused
 from .encode import Encoder
 
 MARGIN, LABEL_HEIGHT, SMALLEST_CELL = 12, 34, 192
-MEASURES = {"demo": "lora_trainer.demo.score"}
-"""`amostras.medida` -> module with PROMPTS, GUIDANCE_SCALE, INFERENCE_STEPS, SEED and concept_score(images)."""
 
 
-class ImagePreviews:
-    """Draws prompts with the model as it is. `plan` is set when the model is loaded, and whenever it changes."""
+How = tuple[str, Sampling]
+"""Negative prompt, and all else."""
 
-    plan: MemoryPlan
-    on_oom: OnOom
-    """Told of the rung that is taken when memory runs out; an event in the metrics, unless it is set."""
 
-    def __init__(
-        self,
-        family: ImageFamily,
-        config: Config,
-        encoder: Encoder,
-        device: torch.device,
-        terminal: Terminal,
-        metrics: Metrics,
-    ) -> None:
-        self.family, self.encoder, self.device = family, encoder, device
-        self.settings, self.terminal, self.metrics = config.samples, terminal, metrics
-        self.dtype = encoder.image_dtype
-        width, height = self.settings.resolution or config.data.resolution
+class ImagePreviews(Previews[Image.Image]):
+    """The same prompts and noise, base beside adapter; with care, one image at a time and in tiles."""
+
+    ending, care = ".png", "one"
+    measures: ClassVar = {"demo": "lora_trainer.demo.score"}
+    score, score_title = "concept_score", ("nota do conceito", "concept score")
+    others = ("olha respostas; este é um modelo de imagem", "looks at answers")
+
+    def __init__(self, family: ImageFamily, encoder: Encoder, desk: Desk) -> None:
+        super().__init__(desk)
+        self.family, self.encoder, self.device = family, encoder, desk.device
+        width, height = self.settings.resolution or desk.config.data.resolution
         guidance = family.usual_guidance if self.settings.guidance is None else self.settings.guidance
         self.sampling = Sampling((width, height), self.settings.steps or family.usual_steps, guidance, self.settings.seed)
-        self.trains_text = config.model.train_text_encoder
-        self.base_images: list[Image.Image] = []
-        self.measure = _measure(self.settings.measure)
-        self.score_before: float | None = None
-        self.on_oom = lambda phase, rung: metrics.event("oom", phase=phase, rung=rung)
-        self.careful = False
-        """After the first out-of-memory: one image at a time, in tiles."""
-        self._told: set[type[Exception]] = set()
 
     def captions(self) -> list[str]:
         """Every text to encode ahead; the negative prompt is the last of each set."""
@@ -72,94 +49,28 @@ class ImagePreviews:
         texts = [*self.settings.prompts, *measured]
         return [*texts, self.settings.negative_prompt, ""] if texts else []
 
-    def draw(self, model: nn.ModuleDict, adapter: Adapter, step: int, folder: RunFolder) -> None:
-        """Save `amostras/passo-N.png`; a failure is told and training goes on."""
-        try:
-            if not self.base_images:
-                with adapter.disabled():
-                    self.base_images = self._pictures(
-                        model, self.settings.prompts, self.settings.negative_prompt, self.sampling
-                    )
-            images = self._pictures(model, self.settings.prompts, self.settings.negative_prompt, self.sampling)
-            path = folder.samples / f"passo-{step:06d}.png"
-            columns = ["base", t(pt=f"LoRA, passo {step}", en=f"LoRA, step {step}")]
-            make_grid(self.settings.prompts, columns, [self.base_images, images]).save(path)
-            self.metrics.event("preview", step=step, file=path.name)
-        except Exception as error:  # whatever it is, training goes on
-            problem = f"{type(error).__name__}: {error}"
-            text = t(pt=f"amostra do passo {step} falhou: {error}", en=f"preview at step {step} failed: {error}")
-            self._tell_once(error, text)
-            self.metrics.event("preview_failed", step=step, problem=problem)
-        finally:
-            free_memory(self.device)
+    def _usual(self) -> How:
+        return self.settings.negative_prompt, self.sampling
 
-    def _tell_once(self, error: Exception, text: str) -> None:
-        """What goes wrong at every preview is a warning the first time, and then a line of the log."""
-        (self.terminal.note if type(error) in self._told else self.terminal.warn)(text)
-        self._told.add(type(error))
-
-    def measure_before(self, model: nn.ModuleDict, adapter: Adapter) -> None:
-        if self.measure:
-            with adapter.disabled():
-                self.score_before = self._score(model)
-            free_memory(self.device)
-
-    def measure_after(self, model: nn.ModuleDict) -> None:
-        if self.measure and self.score_before is not None:
-            after = self._score(model)
-            if after is None:
-                return
-            self.metrics.event("concept_score", before=self.score_before, after=after)
-            scores = f"{self.score_before:.2f} → {after:.2f}"
-            self.terminal.say(
-                t(pt=f"nota do conceito, antes → depois: {scores}", en=f"concept score, before → after: {scores}")
-            )
-
-    def _measured(self) -> Sampling:
+    def _measured(self) -> How:
         measure, chunk = self.measure, 8
-        return Sampling(self.sampling.size, measure.INFERENCE_STEPS, measure.GUIDANCE_SCALE, measure.SEED, chunk)
+        return "", Sampling(self.sampling.size, measure.INFERENCE_STEPS, measure.GUIDANCE_SCALE, measure.SEED, chunk)
 
-    def _score(self, model: nn.ModuleDict) -> float | None:
-        """None where there is not enough memory for the pictures."""
-        assert self.measure is not None
-        try:
-            pictures = self._pictures(model, self.measure.PROMPTS, "", self._measured())
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            self._tell_once(error, t(pt=f"nota do conceito: {error}", en=f"concept score: {error}"))
-            return None
-        return float(self.measure.concept_score(pictures))
-
-    def _pictures(
-        self, model: nn.ModuleDict, prompts: Sequence[str], negative: str, sampling: Sampling
-    ) -> list[Image.Image]:
-        """As many at once as `sampling` says; after an out-of-memory all of them again, with care."""
-        while True:
-            try:
-                return self._drawn(model, prompts, negative, replace(sampling, chunk=1) if self.careful else sampling)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                problem = str(error)  # the error itself holds on to what must be freed
-            free_memory(self.device)
-            if self.careful:
-                self.on_oom("preview", "skipped")
-                raise torch.OutOfMemoryError(problem)
-            self.careful = True
-            self.on_oom("preview", "one")
+    def _write(self, path: Path, step: int, answers: list[Image.Image]) -> None:
+        columns = ["base", t(pt=f"LoRA, passo {step}", en=f"LoRA, step {step}")]
+        make_grid(self.settings.prompts, columns, [self.base, answers]).save(path)
 
     @torch.no_grad()
-    def _drawn(
-        self, model: nn.ModuleDict, prompts: Sequence[str], negative: str, sampling: Sampling
-    ) -> list[Image.Image]:
+    def _drawn(self, model: nn.ModuleDict, prompts: Sequence[str], how: How) -> list[Image.Image]:
+        negative, sampling = how
+        sampling = replace(sampling, chunk=1) if self.careful else sampling
         with _evaluating(model):
             with self.plan.step_context():
                 *positive, without = self._conditions(model, [*prompts, negative], sampling.size)
                 latents = self.family.sample(model, positive, without, sampling)
-            vae = self.family.load_vae(self.device, self.dtype)
+            vae = self.family.load_vae(self.device, self.encoder.image_dtype)
             hold(vae)
-            slice_where_unfused(vae, self.device, self.family.vae_dtype(self.dtype))
+            slice_where_unfused(vae, self.device, self.family.vae_dtype(self.encoder.image_dtype))
             with tiled(vae, self._in_tiles(sampling.size)):
                 return [to_image(self.family.decode_image(vae, one[None])[0]) for one in latents]
 
@@ -170,7 +81,7 @@ class ImagePreviews:
     def _conditions(self, model: nn.ModuleDict, prompts: Sequence[str], size: tuple[int, int]) -> list[Example]:
         """Encoded prompts: from the cache, or by the encoders in training."""
         extra = self.family.preview_conditions(size)
-        if self.trains_text:
+        if self.desk.config.model.train_text_encoder:
             texts = [self.family.encode_text(model, [prompt])[0] for prompt in prompts]
         else:
             texts = [self.encoder.read_text(prompt) for prompt in prompts]
@@ -185,20 +96,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(training)
-
-
-def _measure(name: str | None) -> Any:
-    if name is None:
-        return None
-    if name not in MEASURES:
-        raise ConfigError(
-            t(pt=f"{name} é uma medida de modelos de linguagem", en=f"{name} is a measure of language models"),
-            t(pt=f"use {', '.join(MEASURES)} ou retire a chave", en=f"use {', '.join(MEASURES)} or remove the key"),
-            shown("samples", "measure"),
-        )
-    import importlib
-
-    return importlib.import_module(MEASURES[name])
 
 
 def to_image(pixels: torch.Tensor) -> Image.Image:

@@ -5,6 +5,7 @@ saida/<name>/  <name>.safetensors  config.yaml  plano.json  metricas.jsonl  regi
 
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,13 @@ import psutil
 from ..errors import ConfigError, MachineError, t
 from .checkpoint import latest_step
 
-SUFFIXES = {"kohya": "-kohya", "diffusers": "-diffusers"}
+ENDINGS = {
+    "kohya": "-kohya.safetensors",
+    "diffusers": "-diffusers.safetensors",
+    "peft": "-peft",
+    "gguf": ".gguf",
+    "merged": "-merged",
+}
 
 
 @dataclass(frozen=True)
@@ -60,13 +67,13 @@ class RunFolder:
 
     def adapter(self, format_: str, step: int | None = None) -> Path:
         middle = "" if step is None else f"-passo{step:06d}"
-        return self.path / f"{self.name}{middle}{self._suffix(format_)}.safetensors"
+        return self.path / f"{self.name}{middle}{self._ending(format_)}"
 
     def intermediate(self, format_: str) -> list[Path]:
-        return sorted(self.path.glob(f"{_escape(self.name)}-passo??????{self._suffix(format_)}.safetensors"))
+        return sorted(self.path.glob(f"{_escape(self.name)}-passo??????{self._ending(format_)}"))
 
-    def _suffix(self, format_: str) -> str:
-        return "" if format_ == self.usual else SUFFIXES[format_]
+    def _ending(self, format_: str) -> str:
+        return ".safetensors" if format_ == self.usual else ENDINGS[format_]
 
     def read_facts(self) -> dict[str, Any]:
         """{} for a folder without them, or damaged ones."""
@@ -156,7 +163,10 @@ class Lock:
 
 def keep_last(paths: list[Path], count: int) -> None:
     for path in paths[:-count]:
-        path.unlink(missing_ok=True)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _escape(name: str) -> str:

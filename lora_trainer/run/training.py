@@ -14,7 +14,6 @@ import torch
 
 from ..config.loading import Loaded
 from ..config.names import Key
-from ..data.batches import Draw
 from ..errors import DivergedError, DoesNotFitError, Interrupted, MachineError, UserError, t
 from ..journal.checkpoint import State, load_state, save_state
 from ..journal.interrupt import StopRequest
@@ -22,7 +21,7 @@ from ..journal.progress import Metrics, Phases, Terminal
 from ..journal.run_folder import RunFolder
 from ..loop import StepReport, StepsInBackward, gradients, to_device
 from ..loop import train as training_loop
-from ..modality import Batches, Loader, Outputs, Previews
+from ..modality import Batches, Draw, Loader, Outputs, Previews
 from ..optim import averages, schedules
 from ..planner.ladder import MICRO_BATCH, Rung, next_rung
 from ..runtime.measured import Measured
@@ -58,10 +57,10 @@ class Session:
 class Training:
     """`build` first; then `restore` if the run resumes; then `loop` and `finish`. `outputs` is set between them."""
 
-    outputs: Outputs
+    outputs: Outputs[Any, Any]
 
     def __init__(
-        self, session: Session, setup: Setup, batches: Batches, loader: Loader, previews: Previews, total: int
+        self, session: Session, setup: Setup, batches: Batches[Any], loader: Loader, previews: Previews[Any], total: int
     ) -> None:
         self.session, self.config, self.setup = session, session.loaded.config, setup
         self.batches, self.loader, self.previews, self.total = batches, loader, previews, total

@@ -7,16 +7,15 @@ between draws, and every row is rebuilt from what is left of it. Windows depend 
 batch 4 and 4 accumulated batches of 1 see the same examples in the same step.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from ..data.batches import Draw
 from ..data.variants import stable_hash
 from ..engine.tracker import host_memory
+from ..modality import Batches, Draw
 from ..seam.family import Batch
 from .dataset import TextDataset
 from .pack import plan_groups, plan_packs
@@ -33,21 +32,13 @@ class TextDraw(Draw):
     row: int = 0
 
 
-class TextBatchPlan:
-    """The order of an entire run as a function of the optimizer step; nothing in it advances."""
-
+class TextBatchPlan(Batches[TextDataset]):
     def __init__(self, dataset: TextDataset, batch_size: int, accumulation: int, seed: int) -> None:
-        assert batch_size >= 1
-        assert accumulation >= 1
-        self.dataset, self.batch_size, self.accumulation, self.seed = dataset, batch_size, accumulation, seed
         self._items = [i for i in range(len(dataset.examples)) for _ in range(dataset.repeats)]
         self._lengths = [len(dataset.examples[i]) for i in self._items]
         self._uids = [f"{dataset.examples[i].uid} {n % dataset.repeats}" for n, i in enumerate(self._items)]
-        self._windows = functools.lru_cache(maxsize=2)(self._make_windows)
-        first = self._windows(0)
-        self.steps_per_epoch = len(first)
-        self.batches_per_epoch = sum(map(len, first))
-        self.rows_per_epoch = len({draw.row for window in first for draws in window for draw in draws})
+        super().__init__(dataset, batch_size, accumulation, seed)
+        self.rows_per_epoch = sum(len(by_row(draws)) for draws in self.first_epoch())
 
     @property
     def longest(self) -> int:
@@ -56,30 +47,15 @@ class TextBatchPlan:
         longest = most if self.dataset.packing else max(self._lengths)
         return padded(longest)
 
-    def window(self, step: int) -> list[list[Draw]]:
-        """The micro-batches of optimizer step `step`, counted from 0 over all epochs."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        return [list(draws) for draws in self._windows(epoch)[place]]
-
-    def epoch(self, step: int) -> int:
-        return step // self.steps_per_epoch
-
-    def worst(self) -> list[Draw]:
-        """The micro-batch of the first epoch that needs most memory; `longest` bounds those of all epochs."""
-        batches: list[list[Draw]] = [list(draws) for window in self._windows(0) for draws in window]
-        return max(batches, key=self.cost)
-
     def cost(self, draws: Sequence[Draw]) -> int:
         """Tokens in all, padding included."""
         length, rows = self.size(draws)
         return length * rows
 
     def worst_size(self) -> tuple[int, tuple[int, int]]:
-        """Rows and (tokens, 1) that bound every micro-batch of the run."""
-        return max(self.size(draws)[1] for window in self._windows(0) for draws in window), (self.longest, 1)
+        return max(self.size(draws)[1] for draws in self.first_epoch()), (self.longest, 1)
 
     def split(self, draws: list[Draw], rows: int) -> list[list[Draw]]:
-        """The same rows, at most `rows` at once."""
         found = by_row(draws)
         return [[d for row in found[at : at + rows] for d in row] for at in range(0, len(found), rows)]
 
@@ -88,7 +64,7 @@ class TextBatchPlan:
         rows = by_row(draws)
         return padded(max(sum(len(self.dataset.examples[d.item]) for d in row) for row in rows)), len(rows)
 
-    def _make_windows(self, epoch: int) -> list[list[list[TextDraw]]]:
+    def _make_windows(self, epoch: int) -> list[list[list[Draw]]]:
         size = self.batch_size * self.accumulation
         if self.dataset.packing:
             packs = plan_packs(self._lengths, self.dataset.max_length, self.seed, epoch, self._uids)
@@ -99,8 +75,8 @@ class TextBatchPlan:
         rows = iter(range(len(self._items)))
         return [self._micro_batches([(next(rows), row) for row in window], epoch) for window in windows]
 
-    def _micro_batches(self, window: list[tuple[int, list[int]]], epoch: int) -> list[list[TextDraw]]:
-        batches = []
+    def _micro_batches(self, window: list[tuple[int, list[int]]], epoch: int) -> list[list[Draw]]:
+        batches: list[list[Draw]] = []
         for start in range(0, len(window), self.batch_size):
             part = window[start : start + self.batch_size]
             batches.append([self._draw(index, epoch, row) for row, indices in part for index in indices])

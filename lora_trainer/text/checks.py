@@ -6,32 +6,18 @@ import torch
 from ..adapters import find_targets
 from ..config.names import shown
 from ..config.schema import Config
-from ..errors import ConfigError, SourceError, t
+from ..errors import SourceError, t
 from ..export.gguf_lora import check_gguf_lora
 from ..families.causal_lm.base import is_gguf_source
 from ..families.causal_lm.family import PART, CausalLM
+from ..modality.options import OF_IMAGES, unread
 from .dataset import TextDataset
-
-OF_IMAGES = {
-    "model": "vae prediction_type clip_skip conv_rank conv_alpha",
-    "data": "trigger caption_column uncaptioned bad_images min_side max_pixels buckets upscale flip crop crop_variants "
-    "background separator shuffle_captions keep_tags keep_separator tag_dropout caption_dropout caption_variants "
-    "max_caption_tokens cache_text_encoder mask mask_dir unmasked_weight regularization_dir prior_weight",
-    "training": "text_encoder_learning_rate loss huber_delta min_snr_gamma debiased noise_offset zero_terminal_snr "
-    "timestep_min timestep_max",
-    "samples": "negative_prompt steps guidance resolution",
-}
-"""Options that only image models look at. Sizes and the VAE's memory are left out: presets set them for all."""
+from .preview import TextPreviews
 
 
 def check_options(family: CausalLM, config: Config) -> None:
     """ConfigError or UserError for what would fail only when the training is over, or not at all."""
-    if config.samples.measure == "demo":
-        raise ConfigError(
-            t(pt="a medida demo olha imagens; este é um modelo de linguagem", en="the measure demo looks at images"),
-            t(pt="use demo_linguagem, ou apague a linha", en="use demo_language, or delete the line"),
-            shown("samples", "measure"),
-        )
+    TextPreviews.find_measure(config)
     if "gguf" in family.chosen_formats(config.output.formats):
         model = family.load_model(torch.device("meta"), torch.bfloat16)
         paths = [path.removeprefix(f"{PART}.") for path in find_targets(model, family, config.model, ("gguf",))]
@@ -40,16 +26,7 @@ def check_options(family: CausalLM, config: Config) -> None:
 
 def option_warnings(family: CausalLM, config: Config) -> list[str]:
     """Options with a value of the user's own that changes nothing here."""
-    unread = [
-        shown(section, name)
-        for section, names in OF_IMAGES.items()
-        for name in names.split()
-        if getattr(getattr(config, section), name) != type(getattr(config, section)).model_fields[name].default
-    ]
-    warnings = []
-    if unread:
-        listed = ", ".join(unread)
-        warnings.append(t(pt=f"só para modelos de imagem, sem efeito aqui: {listed}", en=f"of no effect here: {listed}"))
+    warnings = unread(config, OF_IMAGES, "imagem")
     if config.data.packing == "yes" and not family.packs:
         kind, name = family.config.model_type, shown("data", "packing")
         warnings.append(

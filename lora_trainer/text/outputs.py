@@ -5,8 +5,6 @@ and, where the base was quantised while training, compared in its answers, since
 """
 
 import functools
-import logging
-import shutil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,81 +23,48 @@ from ..families.causal_lm.family import PART, CausalLM
 from ..layouts.lora import Lora
 from ..loop import to_device
 from ..modality import Outputs, RunFacts
+from ..modality.outputs import done_line
 from ..techniques import MemoryPlan
 from ..techniques.block_streaming import BlockStreaming
 from .batches import TextBatchPlan, TextLoader
 from .report import facts as data_facts
 
-log = logging.getLogger(__name__)
 OLLAMA_CONTEXT = 2048
 """Tokens that Ollama gives a model unasked, or more; a run on shorter rows is no reason to give it less."""
 DRIFT_BATCHES = 4
 """Enough rows to tell rounding from damage, few enough for a CPU."""
 
 
-class TextOutputs(Outputs):
+class TextOutputs(Outputs[CausalLM, TextBatchPlan]):
     def __init__(self, run: RunFacts, family: CausalLM, batches: TextBatchPlan, tokenizer: Any) -> None:
-        self.run, self.family, self.batches, self.tokenizer = run, family, batches, tokenizer
-        self.config = run.loaded.config
-        self.formats = family.chosen_formats(self.config.output.formats)
-        self.written: list[Path] = []
+        super().__init__(run, family, batches)
+        self.tokenizer = tokenizer
 
-    def save(self, adapter: Adapter, step: int, *, intermediate: bool) -> list[Path]:
+    def adapter_formats(self, intermediate: bool) -> tuple[str, ...]:
         """An intermediate result is never a whole model: where only that was asked for, it is a PEFT folder."""
-        names = [name for name in self.formats if name != "merged"] or ["peft"] * intermediate
-        paths = [self._write(adapter, name, step if intermediate else None) for name in names]
-        for name in names if intermediate else ():
-            for old in self._intermediate(name)[: -self.config.output.keep_last]:
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
-        self.written = paths
-        if adapter.is_untrained():
-            log.warning(
-                t(
-                    pt=f"no passo {step} o LoRA ainda é nulo: o arquivo não muda nada",
-                    en=f"at step {step} the LoRA is still null: the file changes nothing",
-                )
-            )
-        return paths
+        return tuple(name for name in self.formats if name != "merged") or ("peft",) * intermediate
 
     def finish(self, model: nn.ModuleDict, adapter: Adapter, step: int) -> list[str]:
-        lines = [self._proved(model, adapter, path, step) for path in self.save(adapter, step, intermediate=False)]
-        if "merged" in self.formats:
-            lines.append(self._merged(model, adapter))
-        return lines
+        lines = super().finish(model, adapter, step)
+        return [*lines, self._merged(model, adapter)] if "merged" in self.formats else lines
 
-    def last_good(self) -> str:
-        files = [path for name in ("peft", "gguf") for path in self._intermediate(name)]
-        states = sorted(self.run.folder.state.glob("passo-*"))
-        found = files or states
-        if found:
-            return t(pt=f"último resultado bom: {found[-1]}", en=f"last good result: {found[-1]}")
-        return t(pt="nada tinha sido salvo ainda", en="nothing had been saved yet")
+    def _write(self, adapter: Adapter, format_: str, path: Path, step: int) -> None:
+        precision = self.config.output.precision
+        if format_ == "peft":
+            save_peft_folder(self._skeleton, adapter, self.family, path, precision, self._facts())
+            self._save_tokenizer(path)
+            return
+        base = self.family.source.title()
+        smallest: Literal["fp16", "fp32"] = "fp32" if precision == "fp32" else "fp16"
+        write_gguf_lora(_by_module(adapter), self.family.config, path, precision=smallest, base=base)
+        if path == self.folder.adapter("gguf"):
+            longest = self.config.data.max_length if self.config.data.max_length > OLLAMA_CONTEXT else 0
+            own_gguf = self.family.source.path if self.family.source.path.suffix == ".gguf" else Path("BASE.gguf")
+            write_text(path.parent / "Modelfile", modelfile(str(own_gguf), f"./{path.name}", context=longest))
 
-    def _path(self, format_: str, step: int | None) -> Path:
-        folder, middle = self.run.folder, "" if step is None else f"-passo{step:06d}"
-        ending = {"peft": "-peft", "gguf": ".gguf", "merged": "-merged"}[format_]
-        return folder.path / f"{folder.name}{middle}{ending}"
-
-    def _intermediate(self, format_: str) -> list[Path]:
-        ending = self._path(format_, None).name.removeprefix(self.run.folder.name)
-        return sorted(p for p in self.run.folder.path.glob(f"*-passo??????{ending}"))
-
-    def _write(self, adapter: Adapter, format_: str, step: int | None) -> Path:
-        path, output = self._path(format_, step), self.config.output
-        with host_memory():
-            if format_ == "peft":
-                save_peft_folder(self._skeleton, adapter, self.family, path, output.precision, self._facts())
-                self.batches.dataset.template.install(self.tokenizer)
-                self.tokenizer.save_pretrained(path)
-                return path
-            precision: Literal["fp16", "fp32"] = "fp32" if output.precision == "fp32" else "fp16"
-            base = self.family.source.title()
-            write_gguf_lora(_by_module(adapter), self.family.config, path, precision=precision, base=base)
-            if step is None:
-                longest = self.config.data.max_length if self.config.data.max_length > OLLAMA_CONTEXT else 0
-                own_gguf = self.family.source.path if self.family.source.path.suffix == ".gguf" else Path("BASE.gguf")
-                write_text(path.parent / "Modelfile", modelfile(str(own_gguf), f"./{path.name}", context=longest))
-            return path
+    def _save_tokenizer(self, path: Path) -> None:
+        self.batches.dataset.template.install(self.tokenizer)
+        self.tokenizer.save_pretrained(path)
 
     @functools.cached_property
     def _skeleton(self) -> nn.ModuleDict:
@@ -113,16 +78,9 @@ class TextOutputs(Outputs):
         return {name: value for name, value in own.items() if value} | numbers
 
     def _proved(self, model: nn.ModuleDict, adapter: Adapter, path: Path, step: int) -> str:
-        steps = f"{step}/{self.run.total}"
         if path.suffix == ".gguf":
-            return self._read_back(adapter, path, steps)
-        checked = verify_peft_folder(model, adapter, path, self.family.probe)
-        return t(
-            pt=f"pronto: {path}: {steps} passos, {checked.num_modules} módulos, relido por {checked.reader}: saída difere "
-            f"{checked.output_difference:.1e} da do treino e {checked.effect:.1e} da base",
-            en=f"done: {path}: {steps} steps, {checked.num_modules} modules, reloaded by {checked.reader}: output differs "
-            f"{checked.output_difference:.1e} from the trainer's and {checked.effect:.1e} from the base's",
-        )
+            return self._read_back(adapter, path, f"{step}/{self.run.total}")
+        return done_line(verify_peft_folder(model, adapter, path, self.family.probe), step, self.run.total)
 
     def _read_back(self, adapter: Adapter, path: Path, steps: str) -> str:
         with host_memory():
@@ -132,17 +90,16 @@ class TextOutputs(Outputs):
         assert worst < 2e-3, f"{path}: delta W differs by {worst:.1e} after reading back"
         return t(
             pt=f"pronto: {path}: {steps} passos, {len(live)} módulos, relido: difere {worst:.1e}; para o Ollama: "
-            f"ollama create {self.run.folder.name} -f Modelfile",
+            f"ollama create {self.folder.name} -f Modelfile",
             en=f"done: {path}: {steps} steps, {len(live)} modules, read back: differs {worst:.1e}; for Ollama: "
-            f"ollama create {self.run.folder.name} -f Modelfile",
+            f"ollama create {self.folder.name} -f Modelfile",
         )
 
     def _merged(self, model: nn.ModuleDict, adapter: Adapter) -> str:
-        path = self._path("merged", None)
+        path = self.folder.adapter("merged")
         with host_memory():
-            merged = merge(self.family, _by_path(adapter), path)
-        self.batches.dataset.template.install(self.tokenizer)
-        self.tokenizer.save_pretrained(path)
+            merged = merge(self.family, adapter.export(), path)
+        self._save_tokenizer(path)
         self.written.append(path)
         quantised = self._quantisation()
         for notice in merged.notices(quantised):
@@ -173,10 +130,6 @@ class TextOutputs(Outputs):
         with torch.no_grad():
             drift = measure_drift(self.family, model, path, [to_device(batch, device) for batch in batches], plan)
         return drift.line()
-
-
-def _by_path(adapter: Adapter) -> Lora:
-    return adapter.export()
 
 
 def _by_module(adapter: Adapter) -> Lora:

@@ -24,6 +24,8 @@ from lora_trainer.engine.tracker import MemoryTracker, mark_resident
 from lora_trainer.journal.plot import plot_metrics, smooth
 from lora_trainer.journal.progress import Metrics, Terminal
 from lora_trainer.journal.run_folder import RunFolder
+from lora_trainer.machine.hardware import Precision
+from lora_trainer.modality import Desk
 from lora_trainer.planner.caching import Encoding
 from lora_trainer.seam.family import Family, Sampling
 from lora_trainer.techniques import MemoryPlan
@@ -31,6 +33,13 @@ from lora_trainer.techniques import MemoryPlan
 CPU, FP32 = torch.device("cpu"), torch.float32
 PROMPTS = ["a photo of a cat", "on red", "a cat"]
 OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB")
+
+
+def desk(config: Config, metrics: Metrics) -> Desk:
+    def heard(phase: str, rung: str) -> None:
+        metrics.event("oom", phase=phase, rung=rung)
+
+    return Desk(config, CPU, Precision(FP32, FP32, False), Terminal(), metrics, 0, Encoding(), heard)
 
 
 class Studio:
@@ -57,7 +66,7 @@ class Studio:
         metrics, self.log = Metrics(), root / "metricas.jsonl"
         metrics.open(self.log)
         self.encoder = replace(self.encoder, encoding=Encoding())
-        self.previews = ImagePreviews(self.family, self.config, self.encoder, CPU, Terminal(), metrics)
+        self.previews = ImagePreviews(self.family, self.encoder, desk(self.config, metrics))
         self.previews.plan = MemoryPlan(())
         self.folder = RunFolder(root, "x")
         self.folder.samples.mkdir(parents=True, exist_ok=True)
@@ -70,7 +79,7 @@ class Studio:
     def pictures(self, chunk: int = 1, times: int = 1) -> np.ndarray:
         """(N, H, W, 3): every prompt, `times` over."""
         sampling = Sampling((64, 64), steps=2, guidance=4.0, seed=3, chunk=chunk)
-        drawn = self.previews._pictures(self.model, PROMPTS * times, "", sampling)
+        drawn = self.previews._made(self.model, PROMPTS * times, ("", sampling))
         return np.stack([np.asarray(picture, dtype=int) for picture in drawn])
 
 

@@ -1,6 +1,7 @@
 """What is Z-Image's own: its names, base or Turbo, and the models that look like it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,5 +136,5 @@ def test_steps_of_previews_are_the_familys_unless_given(tmp_path):
     family, encoder = opened(renamed(tmp_path, "turbo.safetensors")), type("Encoder", (), {"image_dtype": torch.float32})()
     for given, steps, guidance in (({}, 8, 1.0), ({"steps": 4, "guidance": 2.0}, 4, 2.0)):
         config = Config.model_validate({"model": {}, "samples": given})
-        previews: Any = ImagePreviews(family, config, encoder, torch.device("cpu"), None, None)  # type: ignore[arg-type]
+        previews: Any = ImagePreviews(family, encoder, SimpleNamespace(config=config, device=torch.device("cpu")))  # type: ignore[arg-type]
         assert (previews.sampling.steps, previews.sampling.guidance) == (steps, guidance)
