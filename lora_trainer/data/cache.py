@@ -8,11 +8,10 @@ time.
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import safetensors.torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from ..atomic import replacing
 from ..config.names import shown
@@ -34,16 +33,10 @@ class Cache:
     def has(self, key: str) -> bool:
         """Whether a whole entry is there: the header read, the length compared; the tensors not read."""
         try:
-            with self.path(key).open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                size = os.fstat(file.fileno()).st_size
-                if length > size:
-                    return False
-                header = json.loads(file.read(length))
-        except (OSError, ValueError):
+            with safe_open(self.path(key), framework="pt"):
+                return True
+        except (OSError, SafetensorError):
             return False
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        return size == 8 + length + max(ends, default=0)
 
     def read(self, key: str) -> Example | None:
         """None if the entry is missing or damaged."""

@@ -61,18 +61,14 @@ class CaptionReader:
         if self._guessed:
             shown = "; ".join(f"{name}: {text[:60]!r}" for name, text in self._guessed[:3])
             names = naming([name for name, _ in self._guessed])
-            self.notes.warnings.append(
-                t(
-                    pt=f"legendas que não estão em UTF-8, lidas como Windows-1252: {names}. Confira: {shown}",
-                    en=f"captions that are not UTF-8, read as Windows-1252: {names}. Please check: {shown}",
-                )
+            self.notes.warn(
+                pt=f"legendas que não estão em UTF-8, lidas como Windows-1252: {names}. Confira: {shown}",
+                en=f"captions that are not UTF-8, read as Windows-1252: {names}. Please check: {shown}",
             )
         if self._placeholders:
-            self.notes.warnings.append(
-                t(
-                    pt=f"[trigger] aparece em {naming(self._placeholders)}, mas dados.palavra_gatilho não foi definida",
-                    en=f"[trigger] appears in {naming(self._placeholders)}, but data.trigger is not set",
-                )
+            self.notes.warn(
+                pt=f"[trigger] aparece em {naming(self._placeholders)}, mas dados.palavra_gatilho não foi definida",
+                en=f"[trigger] appears in {naming(self._placeholders)}, but data.trigger is not set",
             )
         for table in filter(None, self._tables.values()):
             self._report_table(table)
@@ -166,37 +162,29 @@ class CaptionReader:
         unused = [row for row in table.captions if row not in self._rows_used.get(table.path, set())]
         without = self._without_row.get(table.path, [])
         if table.repeated:
-            self.notes.warnings.append(
-                t(
-                    pt=f"{name}: mais de uma linha para a mesma imagem; vale a última: {naming(table.repeated)}",
-                    en=f"{name}: more than one row for the same image; the last one counts: {naming(table.repeated)}",
-                )
+            self.notes.warn(
+                pt=f"{name}: mais de uma linha para a mesma imagem; vale a última: {naming(table.repeated)}",
+                en=f"{name}: more than one row for the same image; the last one counts: {naming(table.repeated)}",
             )
         if unused and not table.problems:
-            self.notes.warnings.append(
-                t(
-                    pt=f"{name}: {counted(len(unused), 'linha', 'linhas')} sem uso (imagem ausente ou com .txt): "
-                    + naming(unused),
-                    en=f"{name}: {counted(len(unused), 'row', 'rows')} unused (no such image, or it has a .txt): "
-                    + naming(unused),
-                )
+            self.notes.warn(
+                pt=f"{name}: {counted(len(unused), 'linha', 'linhas')} sem uso (imagem ausente ou com .txt): "
+                + naming(unused),
+                en=f"{name}: {counted(len(unused), 'row', 'rows')} unused (no such image, or it has a .txt): "
+                + naming(unused),
             )
         if without and not table.problems:
-            self.notes.warnings.append(
-                t(
-                    pt=f"{name}: {counted(len(without), 'imagem', 'imagens')} sem linha: {naming(without)}",
-                    en=f"{name}: {counted(len(without), 'image', 'images')} without a row: {naming(without)}",
-                )
+            self.notes.warn(
+                pt=f"{name}: {counted(len(without), 'imagem', 'imagens')} sem linha: {naming(without)}",
+                en=f"{name}: {counted(len(without), 'image', 'images')} without a row: {naming(without)}",
             )
 
     def _report_lookalikes(self, folder: Folder) -> None:
         for lookalike in lookalikes(folder.others):
             name = self.found.name(folder.others[lookalike])
-            self.notes.warnings.append(
-                t(
-                    pt=f"{name} não foi lido: o nome esperado é metadata.jsonl ou metadata.csv",
-                    en=f"{name} was not read: the name expected is metadata.jsonl or metadata.csv",
-                )
+            self.notes.warn(
+                pt=f"{name} não foi lido: o nome esperado é metadata.jsonl ou metadata.csv",
+                en=f"{name} was not read: the name expected is metadata.jsonl or metadata.csv",
             )
 
 

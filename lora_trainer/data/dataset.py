@@ -1,7 +1,6 @@
 """The checked, bucketed and split set of images that one run trains on.
 
-Validation images are chosen by the hash of their content, so the split is the same on every machine and copies of one
-picture stay on one side. Regularization (prior-preservation) images are repeated until there are as many as training
+Regularization (prior-preservation) images are repeated until there are as many as training
 images, as in kohya's trainer; if there are more, the surplus is left out by name.
 """
 
@@ -14,9 +13,10 @@ from pathlib import Path
 from ..config.fields import printable
 from ..config.names import shown
 from ..config.schema import DataConfig
-from ..errors import ConfigError, DataError, t
+from ..errors import ConfigError, t
 from .buckets import BucketRule, fit
 from .check import Progress, no_progress
+from .held_out import hold_out
 from .images import background_colour
 from .index import FileIndex
 from .notes import Notes, naming
@@ -87,17 +87,9 @@ def build(
     notes.raise_errors()
     training, priors = _used(training, rule, config, notes), _used(priors, rule, config, notes)
     if not training:
-        raise _nothing_left(notes)
-    training, validation = split(training, config.validation_fraction)
-    if config.validation_fraction > 0 and not validation:
-        notes.warnings.append(
-            t(
-                pt=f"dados.fracao_validacao: {config.validation_fraction:g}, mas nada ficou fora do treino: "
-                "é preciso haver ao menos duas imagens diferentes",
-                en=f"data.validation_fraction: {config.validation_fraction:g}, but nothing was held out: "
-                "at least two different images are needed",
-            )
-        )
+        raise notes.nothing_left(pt="nenhuma imagem pode ser usada", en="no image can be used")
+    two = ("duas imagens diferentes", "two different images")
+    training, validation = hold_out(training, config.validation_fraction, notes, two)
     priors = matched(priors, sum(item.repeats for item in training), notes)
     return Dataset(config, rule, (*training, *priors), tuple(validation), notes)
 
@@ -117,13 +109,11 @@ def _report_nesting(data_dir: Path, regularization_dir: Path, notes: Notes) -> N
     if data in prior.parents or prior in data.parents:
         inner = regularization_dir if data in prior.parents else data_dir
         name = printable(inner.name)
-        notes.notes.append(
-            t(
-                pt=f"a pasta das imagens e a de regularização estão uma dentro da outra: {name} conta só como "
-                + ("regularização" if inner is regularization_dir else "imagens de treino"),
-                en=f"the image folder and the regularization folder lie one inside the other: {name} counts only as "
-                + ("regularization" if inner is regularization_dir else "training images"),
-            )
+        notes.note(
+            pt=f"a pasta das imagens e a de regularização estão uma dentro da outra: {name} conta só como "
+            + ("regularização" if inner is regularization_dir else "imagens de treino"),
+            en=f"the image folder and the regularization folder lie one inside the other: {name} counts only as "
+            + ("regularization" if inner is regularization_dir else "training images"),
         )
 
 
@@ -140,18 +130,14 @@ def bucket_rule(config: DataConfig, side_multiple: int, notes: Notes) -> BucketR
         )
     rule = BucketRule(config.resolution, step, config.upscale, config.buckets)
     if step != config.bucket_step:
-        notes.notes.append(
-            t(
-                pt=f"passo dos buckets: {step}, não {config.bucket_step}: o modelo pede múltiplos de {side_multiple}",
-                en=f"bucket step: {step}, not {config.bucket_step}: the model needs multiples of {side_multiple}",
-            )
+        notes.note(
+            pt=f"passo dos buckets: {step}, não {config.bucket_step}: o modelo pede múltiplos de {side_multiple}",
+            en=f"bucket step: {step}, not {config.bucket_step}: the model needs multiples of {side_multiple}",
         )
     if not rule.enabled and rule.fixed != config.resolution:
-        notes.notes.append(
-            t(
-                pt=f"resolução {_sides(rule.fixed)} em vez de {_sides(config.resolution)}: múltiplos de {step}",
-                en=f"resolution {_sides(rule.fixed)}, not {_sides(config.resolution)}: multiples of {step}",
-            )
+        notes.note(
+            pt=f"resolução {_sides(rule.fixed)} em vez de {_sides(config.resolution)}: múltiplos de {step}",
+            en=f"resolution {_sides(rule.fixed)}, not {_sides(config.resolution)}: multiples of {step}",
         )
     return rule
 
@@ -177,27 +163,11 @@ def _used(items: list[ImageItem], rule: BucketRule, config: DataConfig, notes: N
             if found.cropped > MUCH_CROPPED:
                 cropped.append(f"{item.name} ({found.cropped:.0%})")
     if cropped:
-        notes.warnings.append(
-            t(
-                pt=f"mais de {MUCH_CROPPED:.0%} da imagem fica fora do corte: {naming(cropped)}",
-                en=f"more than {MUCH_CROPPED:.0%} of the image is cropped away: {naming(cropped)}",
-            )
+        notes.warn(
+            pt=f"mais de {MUCH_CROPPED:.0%} da imagem fica fora do corte: {naming(cropped)}",
+            en=f"more than {MUCH_CROPPED:.0%} of the image is cropped away: {naming(cropped)}",
         )
     return used
-
-
-def _nothing_left(notes: Notes) -> DataError:
-    reasons = "; ".join(f"{reason}: {naming(names)}" for reason, names in notes.excluded.items())
-    return DataError(t(pt=f"nenhuma imagem pode ser usada. {reasons}", en=f"no image can be used. {reasons}"))
-
-
-def split(items: list[ImageItem], fraction: float) -> tuple[list[ImageItem], list[ImageItem]]:
-    """(training, validation); both non-empty if the fraction is positive and there are two different pictures."""
-    contents = sorted({item.facts.content for item in items}, key=lambda content: stable_hash("split", content))
-    if fraction == 0 or len(contents) < 2:
-        return items, []
-    held = set(contents[: max(1, round(fraction * len(contents)))])
-    return [i for i in items if i.facts.content not in held], [i for i in items if i.facts.content in held]
 
 
 def matched(priors: list[ImageItem], wanted: int, notes: Notes) -> list[ImageItem]:

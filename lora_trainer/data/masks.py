@@ -6,9 +6,7 @@ from pathlib import Path
 
 from ..errors import t
 from .images import ImageFacts
-from .walk import Found, stem_key, walk
-
-_ENDING = "-masklabel"
+from .walk import MASK_ENDING, Found, stem_key, walk
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ def mask_paths(images: Sequence[Path], found: Found, mask_dir: Path | None) -> d
 
 
 def _place(path: Path, root: Path) -> str:
-    return stem_key(path.relative_to(root)).removesuffix(_ENDING)
+    return stem_key(path.relative_to(root)).removesuffix(MASK_ENDING)
 
 
 def shape_problem(mask: ImageFacts, image: ImageFacts) -> str:

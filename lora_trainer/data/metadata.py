@@ -4,9 +4,7 @@ A row names a file (relative to the table's folder, or by its bare name where th
 list of captions. Whatever is wrong with a table is gathered with its line number and told at once. Not read: parquet.
 """
 
-import csv
 import difflib
-import io
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,6 +13,8 @@ from typing import Any
 
 from ..config.fields import printable
 from ..errors import t
+from .json_rows import Row, read_json, whole
+from .tables import read_csv
 from .text import decode
 from .walk import nfc
 
@@ -48,10 +48,11 @@ def read_table(path: Path, name: str, column: str | None) -> Table:
     text = decoded.text
     if decoded.encoding == "cp1252":
         table.guessed = next((line for line in text.split("\n") if not line.isascii()), "")
-    rows = _csv_rows(text, name, table) if path.suffix.lower() == ".csv" else _json_rows(text, name, table)
+    found = read_csv(text, name, strict=False) if path.suffix.lower() == ".csv" else read_json(text, name, halves=True)
+    rows, table.problems = found.rows, found.problems
     if table.problems or not rows:
         return table
-    columns = list(dict.fromkeys(key for _, row in rows for key in row))
+    columns = list(dict.fromkeys(key for row in rows for key in row.fields))
     file_column = next((c for known in _FILE_COLUMNS for c in columns if c.lower() == known), None)
     if file_column is None:
         table.problems.append(_no_file_column(name, columns))
@@ -60,34 +61,30 @@ def read_table(path: Path, name: str, column: str | None) -> Table:
     if caption_column is None:
         table.problems.append(_no_caption_column(name, columns, column or "text"))
         return table
-    lines: dict[str, int] = {}
-    for line, row in rows:
-        file = row.get(file_column)
-        if not isinstance(file, str) or not file.strip() or not _whole(file):
-            table.problems.append(
-                t(pt=f"{name}:{line}: linha sem {file_column}", en=f"{name}:{line}: no {file_column}")
-            )
+    places: dict[str, str] = {}
+    for row in rows:
+        file = row.fields.get(file_column)
+        if not isinstance(file, str) or not file.strip() or not whole(file):
+            table.problems.append(t(pt=f"{row.where}: linha sem {file_column}", en=f"{row.where}: no {file_column}"))
             continue
         key = nfc(str(PurePosixPath(file.strip().replace("\\", "/"))))
-        value = row.get(caption_column)
+        value = row.fields.get(caption_column)
         if problem := _caption_problem(value):
-            table.problems.append(f"{name}:{line}: {caption_column}: {problem}")
+            table.problems.append(f"{row.where}: {caption_column}: {problem}")
             continue
-        if key in lines:
-            table.repeated.append(f"{printable(key)} ({name}:{lines[key]}, {name}:{line})")
-        lines[key] = line
+        if key in places:
+            table.repeated.append(f"{printable(key)} ({places[key]}, {row.where})")
+        places[key] = row.where
         table.captions[key] = _texts(value)
     return table
 
 
-def _caption_column(
-    rows: list[tuple[int, dict[str, Any]]], columns: list[str], file: str, chosen: str | None
-) -> str | None:
+def _caption_column(rows: list[Row], columns: list[str], file: str, chosen: str | None) -> str | None:
     if chosen is not None:
         return chosen if chosen in columns else None
     if "text" in columns:
         return "text"
-    textual = [c for c in columns if c != file and any(isinstance(row.get(c), (str, list)) for _, row in rows)]
+    textual = [c for c in columns if c != file and any(isinstance(row.fields.get(c), (str, list)) for row in rows)]
     return textual[0] if len(textual) == 1 else None
 
 
@@ -115,67 +112,12 @@ def _caption_problem(value: Any) -> str:
                 pt=f"a legenda precisa ser um texto ou uma lista de textos, veio {shown}",
                 en=f"a caption must be a text or a list of texts, got {shown}",
             )
-        if isinstance(item, str) and not _whole(item):
+        if isinstance(item, str) and not whole(item):
             return t(pt="a legenda tem metade de um caractere Unicode", en="the caption holds half a Unicode character")
     return ""
-
-
-def _whole(text: str) -> bool:
-    r"""False for a lone surrogate (`\ud83d`), which JSON can spell and no encoding can hold."""
-    return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def _texts(value: Any) -> tuple[str, ...]:
     values = value if isinstance(value, list) else [value]
     texts = (nfc(" ".join(str(v).split())) for v in values if v is not None)
     return tuple(text for text in texts if text)
-
-
-def _csv_rows(text: str, name: str, table: Table) -> list[tuple[int, dict[str, Any]]]:
-    first = text.split("\n", 1)[0]
-    delimiter = max(",;\t", key=first.count)
-    reader = csv.reader(io.StringIO(text), delimiter=delimiter, skipinitialspace=True)
-    header: list[str] = []
-    rows = []
-    for cells in reader:
-        if not any(cell.strip() for cell in cells):
-            continue
-        if not header:
-            header = [cell.strip() for cell in cells]
-        elif len(cells) != len(header):
-            table.problems.append(
-                t(
-                    pt=f"{name}:{reader.line_num}: {len(cells)} campos, mas o cabeçalho tem {len(header)}; "
-                    f"se a legenda tem `{delimiter}`, ponha-a entre aspas",
-                    en=f"{name}:{reader.line_num}: {len(cells)} fields, but the header has {len(header)}; "
-                    f"if the caption holds `{delimiter}`, put it in quotes",
-                )
-            )
-        else:
-            rows.append((reader.line_num, dict(zip(header, cells, strict=True))))
-    return rows
-
-
-def _json_rows(text: str, name: str, table: Table) -> list[tuple[int, dict[str, Any]]]:
-    if text.lstrip().startswith("["):  # an array saved under the name .jsonl
-        lines = [(1, text)]
-    else:
-        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    rows = []
-    for number, line in lines:
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            place = f"{name}:{number + error.lineno - 1}:{error.colno}"
-            table.problems.append(
-                t(pt=f"{place}: JSON inválido ({error.msg})", en=f"{place}: invalid JSON ({error.msg})")
-            )
-            continue
-        for row in value if isinstance(value, list) else [value]:
-            if isinstance(row, dict):
-                rows.append((number, row))
-            else:
-                table.problems.append(
-                    t(pt=f"{name}:{number}: esperava um objeto {{…}}", en=f"{name}:{number}: expected an object {{…}}")
-                )
-    return rows

@@ -15,7 +15,13 @@ class Notes:
     errors: list[str] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
     excluded: dict[str, list[str]] = field(default_factory=dict)
-    """Reason -> names of the images left out because of it."""
+    """Reason -> what was left out because of it, by name or line."""
+
+    def note(self, *, pt: str, en: str) -> None:
+        self.notes.append(t(pt=pt, en=en))
+
+    def warn(self, *, pt: str, en: str) -> None:
+        self.warnings.append(t(pt=pt, en=en))
 
     def exclude(self, reason: str, name: str) -> None:
         self.excluded.setdefault(reason, []).append(name)
@@ -24,6 +30,13 @@ class Notes:
         self.errors.append(problem)
         if hint and hint not in self.hints:
             self.hints.append(hint)
+
+    def excluded_lines(self, most: int = 5) -> list[str]:
+        return [f"{reason}: {len(names)} ({naming(names, most)})" for reason, names in self.excluded.items()]
+
+    def nothing_left(self, *, pt: str, en: str) -> DataError:
+        """`pt` and `en` say of what."""
+        return DataError(f"{t(pt=pt, en=en)}. {'; '.join(self.excluded_lines())}")
 
     def raise_errors(self) -> None:
         if self.errors:

@@ -1,5 +1,6 @@
 """The lines that tell the user what was found, before anything is trained."""
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -145,11 +146,5 @@ def token_lines(dataset: Dataset, count_tokens: Callable[[str], int], limit: int
 def dropped_tail(text: str, count_tokens: Callable[[str], int], limit: int) -> str:
     """The words from the first one that no longer fits."""
     words = text.split()
-    low, high = 0, len(words)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if count_tokens(" ".join(words[:middle])) <= limit:
-            low = middle
-        else:
-            high = middle - 1
-    return " ".join(words[low:])
+    fitting = bisect_right(range(1, len(words) + 1), limit, key=lambda count: count_tokens(" ".join(words[:count])))
+    return " ".join(words[fitting:])

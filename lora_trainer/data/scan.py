@@ -41,6 +41,10 @@ class ImageItem:
     fit: Fit | None = None
     """Set by `dataset.build`; items without one were left out."""
 
+    @property
+    def content(self) -> str:
+        return self.facts.content
+
     @functools.cached_property
     def uid(self) -> str:
         """The same for the same file at the same place in the data folder, wherever that folder lies."""
@@ -98,11 +102,9 @@ class Scanner:
 
     def _report_unmasked(self, names: list[str]) -> None:
         if names:
-            self.notes.warnings.append(
-                t(
-                    pt=f"sem máscara, valem por inteiro: {naming(names)} ({len(names)})",
-                    en=f"without a mask, trained as a whole: {naming(names)} ({len(names)})",
-                )
+            self.notes.warn(
+                pt=f"sem máscara, valem por inteiro: {naming(names)} ({len(names)})",
+                en=f"without a mask, trained as a whole: {naming(names)} ({len(names)})",
             )
 
     def _report_bad(self, bad: Bad, found: Found) -> None:
@@ -126,34 +128,28 @@ class Scanner:
     def _report_folders(self, found: Found, regularization: bool) -> None:
         """Folders that were not read, or whose number was not taken for a repeat count."""
         if found.runs:
-            self.notes.warnings.append(
-                t(
-                    pt=f"pastas de execuções deste programa dentro de {printable(str(found.root))}, não lidas: "
-                    + naming(found.runs),
-                    en=f"run folders of this program inside {printable(str(found.root))}, not read: "
-                    + naming(found.runs),
-                )
+            self.notes.warn(
+                pt=f"pastas de execuções deste programa dentro de {printable(str(found.root))}, não lidas: "
+                + naming(found.runs),
+                en=f"run folders of this program inside {printable(str(found.root))}, not read: "
+                + naming(found.runs),
             )
         if self.config.repeats is not None or regularization:
             return
         for folder in found.folders:
             if folder.images and (number := large_number(folder.path)):
                 name = printable(nfc(folder.path.name))
-                self.notes.warnings.append(
-                    t(
-                        pt=f"pasta {name}: {number} é grande demais para um número de repetições e não conta como tal",
-                        en=f"folder {name}: {number} is too large for a repeat count and is not taken for one",
-                    )
+                self.notes.warn(
+                    pt=f"pasta {name}: {number} é grande demais para um número de repetições e não conta como tal",
+                    en=f"folder {name}: {number} is too large for a repeat count and is not taken for one",
                 )
 
     def _report_notes(self, found: Found, facts: Facts) -> None:
         if found.unsupported:
             count, names = len(found.unsupported), naming(found.unsupported)
-            self.notes.warnings.append(
-                t(
-                    pt=f"{counted(count, 'arquivo', 'arquivos')} de tipo não lido: {names}",
-                    en=f"{counted(count, 'file', 'files')} of a type that is not read: {names}",
-                )
+            self.notes.warn(
+                pt=f"{counted(count, 'arquivo', 'arquivos')} de tipo não lido: {names}",
+                en=f"{counted(count, 'file', 'files')} of a type that is not read: {names}",
             )
         said = {
             "animated": t(

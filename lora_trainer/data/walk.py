@@ -28,7 +28,7 @@ def _suffixes(names: str) -> frozenset[str]:
 _PILLOW = _suffixes("jpg jpeg jpe jfif png webp bmp dib gif tif tiff ppm pgm avif")
 _HEIC = _suffixes("heic heif hif")
 _OTHERS = _suffixes("jxl svg psd xcf raw cr2 cr3 nef arw dng orf rw2 jp2 ico tga exr hdr mp4 mov")
-_MASK_ENDING = "-masklabel"
+MASK_ENDING = "-masklabel"
 _REPEATS = re.compile(r"(\d+)_(.*)", re.DOTALL)
 _MOVED_ASIDE = re.compile(r"\.antigo-\d+$")
 _MOST_REPEATS = 1000
@@ -134,8 +134,8 @@ def is_run_folder(path: Path) -> bool:
 def _take_image(entry: Path, folder: Folder, found: Found) -> None:
     if entry.is_symlink() and not entry.exists():
         found.unreadable.append((found.name(entry), t(pt="atalho quebrado", en="broken link")))
-    elif entry.stem.lower().endswith(_MASK_ENDING):
-        found.masks[stem_key(entry)[: -len(_MASK_ENDING)]] = entry
+    elif entry.stem.lower().endswith(MASK_ENDING):
+        found.masks[stem_key(entry)[: -len(MASK_ENDING)]] = entry
     else:
         folder.images.append(entry)
 

@@ -1,12 +1,11 @@
 """The tokenised set that one run trains on, and its held-out part.
 
-The held-out part is chosen by the hash of the examples' content, so it is the same on every machine and with every
-tokenizer, and copies of one example (or pieces of one text) stay on one side. Everything here is in RAM: 5 bytes a
+What is held out does not depend on the tokenizer. Everything here is in RAM: 5 bytes a
 token.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ from typing import Any
 from ..config.names import shown
 from ..config.schema import DataConfig
 from ..data.check import Progress, no_progress
+from ..data.held_out import hold_out
 from ..data.notes import Notes, naming
-from ..data.variants import stable_hash
 from ..errors import ConfigError, DataError, t
 from .read import FIRST_PROBLEMS, read_rows
-from .schemas import Collected, Conversation, collect
+from .schemas import NOTHING_USABLE, Collected, Conversation, collect
 from .templates import ChatTemplate, choose
 from .tokens import Counts, TextEncoder, Tokenised, check_tokenizer
 
@@ -90,16 +89,8 @@ def build(
         _report_without_target(encoder.counts.without_target, config, collected)
     if not everything:
         raise _nothing_left(encoder.counts, config, collected)
-    examples, validation = split(everything, config.validation_fraction)
-    if config.validation_fraction > 0 and not validation:
-        collected.notes.warnings.append(
-            t(
-                pt=f"dados.fracao_validacao: {config.validation_fraction:g}, mas nada ficou fora do treino: "
-                "é preciso haver ao menos dois exemplos diferentes",
-                en=f"data.validation_fraction: {config.validation_fraction:g}, but nothing was held out: "
-                "at least two different examples are needed",
-            )
-        )
+    two = ("dois exemplos diferentes", "two different examples")
+    examples, validation = hold_out(everything, config.validation_fraction, collected.notes, two)
     collected.notes.warnings += template.notes
     _report_folding(template, collected)
     pad = tokenizer.pad_token_id
@@ -108,23 +99,12 @@ def build(
     return TextDataset(config, tuple(examples), tuple(validation), template, collected, encoder.counts, pad)
 
 
-def split(items: Sequence[Tokenised], fraction: float) -> tuple[list[Tokenised], list[Tokenised]]:
-    """(training, validation); both non-empty if the fraction is positive and two examples differ."""
-    contents = sorted({item.content for item in items}, key=lambda content: stable_hash("split", content))
-    if fraction == 0 or len(contents) < 2:
-        return list(items), []
-    held = set(contents[: max(1, round(fraction * len(contents)))])
-    return [i for i in items if i.content not in held], [i for i in items if i.content in held]
-
-
 def _report_swallowed(places: list[str], collected: Collected) -> None:
-    collected.notes.warnings.append(
-        t(
-            pt=f"em {len(places)} exemplos o começo da resposta se funde com o fim da pergunta em um só token e não é "
-            f"aprendido: termine as perguntas com dois-pontos ou quebra de linha ({naming(places)})",
-            en=f"in {len(places)} examples the start of the answer merges with the end of the question into one token, "
-            f"and is not learned: end the questions with a colon or a line break ({naming(places)})",
-        )
+    collected.notes.warn(
+        pt=f"em {len(places)} exemplos o começo da resposta se funde com o fim da pergunta em um só token e não é "
+        f"aprendido: termine as perguntas com dois-pontos ou quebra de linha ({naming(places)})",
+        en=f"in {len(places)} examples the start of the answer merges with the end of the question into one token, "
+        f"and is not learned: end the questions with a colon or a line break ({naming(places)})",
     )
 
 
@@ -155,9 +135,7 @@ def _nothing_left(counts: Counts, config: DataConfig, collected: Collected) -> D
             _longer_hint(),
             shown("data", "max_length"),
         )
-    excluded = collected.notes.excluded.items()
-    reasons = "\n".join(f"{reason}: {len(places)} ({naming(places)})" for reason, places in excluded)
-    return DataError(t(pt=f"nenhum exemplo pode ser usado\n{reasons}", en=f"no example can be used\n{reasons}"))
+    return collected.notes.nothing_left(**NOTHING_USABLE)
 
 
 def _longer_hint() -> str:
@@ -172,12 +150,10 @@ def _report_folding(template: ChatTemplate, collected: Collected) -> None:
         return
     folded = [e.where for e in collected.examples if isinstance(e, Conversation) and e.turns[0].role == "system"]
     if folded:
-        collected.notes.notes.append(
-            t(
-                pt=f"o formato de conversa não aceita instrução de sistema: em {len(folded)} exemplos ela foi posta no "
-                "começo da primeira pergunta",
-                en=f"the chat template takes no system prompt: in {len(folded)} examples it was put at the start of the "
-                "first question",
-            )
+        collected.notes.note(
+            pt=f"o formato de conversa não aceita instrução de sistema: em {len(folded)} exemplos ela foi posta no "
+            "começo da primeira pergunta",
+            en=f"the chat template takes no system prompt: in {len(folded)} examples it was put at the start of the "
+            "first question",
         )
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from ..config.fields import printable
 from ..config.names import shown
+from ..data.json_rows import FileRows, Row, read_json
 from ..data.notes import Notes, naming
+from ..data.tables import read_csv, read_parquet
 from ..data.text import decode
 from ..data.walk import nfc, walk
 from ..errors import DataError, t
-from .json_rows import FileRows, Row, read_json
-from .tables import read_csv, read_parquet
 
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 DOCUMENTS = (".txt", ".md")
@@ -57,11 +57,9 @@ def read_rows(path: Path, *, recursive: bool = True, exclude: Iterable[Path] = (
         out.bad += found.problems
     out.notes.raise_errors()
     if guessed:
-        out.notes.warnings.append(
-            t(
-                pt="arquivos que não estão em UTF-8, lidos como Windows-1252; confira: " + "; ".join(guessed[:3]),
-                en="files that are not UTF-8, read as Windows-1252; please check: " + "; ".join(guessed[:3]),
-            )
+        out.notes.warn(
+            pt="arquivos que não estão em UTF-8, lidos como Windows-1252; confira: " + "; ".join(guessed[:3]),
+            en="files that are not UTF-8, read as Windows-1252; please check: " + "; ".join(guessed[:3]),
         )
     return out
 
@@ -98,12 +96,10 @@ def _files(path: Path, recursive: bool, exclude: Iterable[Path], notes: Notes) -
     compressed = [found.name(f) for d in found.folders for n, f in d.others.items() if n.endswith((".gz", ".zip"))]
     if compressed:
         told = naming(compressed)
-        notes.warnings.append(t(pt=f"comprimidos, não lidos: {told}", en=f"compressed, not read: {told}"))
+        notes.warn(pt=f"comprimidos, não lidos: {told}", en=f"compressed, not read: {told}")
     if tables and len(tables) < len(named):
         told = naming([name for file, name in named if file.suffix.lower() in DOCUMENTS])
-        notes.notes.append(
-            t(pt=f"há tabelas na pasta; não lidos: {told}", en=f"the folder holds tables; not read: {told}")
-        )
+        notes.note(pt=f"há tabelas na pasta; não lidos: {told}", en=f"the folder holds tables; not read: {told}")
     if not named and not notes.errors:
         kinds = ", ".join((*TABLES, *DOCUMENTS))
         raise DataError(

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from ..config import names
 from ..config.schema import DataConfig
+from ..data.json_rows import Row
 from ..data.notes import Notes, naming
+from ..data.tables import parsed_cell
 from ..errors import DataError, t
-from .json_rows import Row
 from .read import Rows, raise_bad
-from .tables import parsed_cell
 
 CHAT = ("messages", "conversations", "conversation", "mensagens", "conversa", "conversas", "dialog", "dialogue")
 INSTRUCTION = ("instruction", "instrucao", "instrução", "instruccion")
@@ -27,6 +27,7 @@ PROMPT = ("prompt", "question", "query", "pergunta", "input", "entrada")
 ANSWER = ("completion", "output", "response", "answer", "resposta", "saida", "saída")
 TEXT = ("text", "texto", "content", "conteudo", "conteúdo")
 SYSTEM = ("system", "system_prompt", "sistema")
+NOTHING_USABLE = {"pt": "nenhum exemplo pode ser usado", "en": "no example can be used"}
 SCHEMAS = ("messages", "sharegpt", "alpaca", "prompt_completion", "text")
 
 ROLES = {
@@ -112,11 +113,9 @@ def collect(rows: Rows, config: DataConfig) -> Collected:
         out.notes.excluded[t(pt="linhas ruins", en="bad lines")] = bad
     if joined:
         count = len(joined)
-        out.notes.notes.append(
-            t(
-                pt=f"turnos seguidos do mesmo papel, juntados: {count} ({naming(joined)})",
-                en=f"turns of one role in a row, joined: {count} ({naming(joined)})",
-            )
+        out.notes.note(
+            pt=f"turnos seguidos do mesmo papel, juntados: {count} ({naming(joined)})",
+            en=f"turns of one role in a row, joined: {count} ({naming(joined)})",
         )
     if not out.examples:
         raise _nothing_usable(out.notes)
@@ -269,5 +268,4 @@ def _unrecognised(row: Row, wanted: str) -> str:
 def _nothing_usable(notes: Notes) -> DataError:
     if not notes.excluded:
         return DataError(t(pt="os arquivos não têm nenhuma linha de dados", en="the files hold no row of data"))
-    reasons = "\n".join(f"{reason}: {len(places)} ({naming(places)})" for reason, places in notes.excluded.items())
-    return DataError(t(pt=f"nenhum exemplo pode ser usado\n{reasons}", en=f"no example can be used\n{reasons}"))
+    return notes.nothing_left(**NOTHING_USABLE)

@@ -63,7 +63,7 @@ def _answer(template: ChatTemplate, turns: Sequence[Turn], text: str, place: int
     other = template.render(changed)
     if _OTHER not in other:
         raise Refused(_not_found())
-    found, rest = _common_prefix(text, other), _common_suffix(text, other)
+    found, rest = _common_prefix(text, other), _common_prefix(text[::-1], other[::-1])
     end = len(text) - rest
     return (start if start is not None and start <= found else found), end
 
@@ -90,22 +90,5 @@ def _not_found() -> str:
 
 
 def _common_prefix(one: str, other: str) -> int:
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _common_suffix(one: str, other: str) -> int:
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[len(one) - middle : len(one) - low] == other[len(other) - middle : len(other) - low]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    same = (a == b for a, b in zip(one, other, strict=False))
+    return next((place for place, alike in enumerate(same) if not alike), min(len(one), len(other)))

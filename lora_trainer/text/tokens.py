@@ -9,6 +9,7 @@ plain text is split into pieces instead, and none of it is lost.
 """
 
 import hashlib
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -227,14 +228,7 @@ def with_uids(examples: Sequence[Tokenised]) -> list[Tokenised]:
 
 def _token_from(encoding: Any, char: int, count: int) -> int:
     """The first token that starts at or after `char`."""
-    low, high = 0, count
-    while low < high:
-        middle = (low + high) // 2
-        if encoding.token_to_chars(middle)[0] >= char:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return bisect_left(range(count), char, key=lambda token: encoding.token_to_chars(token)[0])
 
 
 def _first_token(text: str, encoding: Any, span: Span, count: int) -> int:

@@ -6,7 +6,7 @@ or, when all it holds of objects is one list (`{"data": […]}`), a wrapper arou
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import t
@@ -31,31 +31,38 @@ class FileRows:
     name: str
     rows: list[Row] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    halves: bool = False
+    """Takes rows with half a Unicode character in them, which whoever reads them must look for."""
+
+    def empty(self) -> "FileRows":
+        return replace(self, rows=[], problems=[])
 
     def add(self, line: int, value: Any) -> None:
         if not isinstance(value, dict):
             self.fail(
                 line, t(pt="esperava um objeto {…}", en="expected an object {…}") + f", {_kind(value)}: {_short(value)}"
             )
-        elif broken := next((key for key, item in value.items() if not _whole(key) or not _whole(item)), None):
-            shown = broken.encode("ascii", "backslashreplace").decode()
-            self.fail(line, t(pt=f"{shown}: metade de um caractere Unicode", en=f"{shown}: half a Unicode character"))
-        else:
-            self.rows.append(Row(f"{self.name}:{line}", value))
+            return
+        for key, item in value.items():
+            if not (self.halves or (whole(key) and whole(item))):
+                told = key.encode("ascii", "backslashreplace").decode()
+                self.fail(line, t(pt=f"{told}: metade de um caractere Unicode", en=f"{told}: half a Unicode character"))
+                return
+        self.rows.append(Row(f"{self.name}:{line}", value))
 
     def fail(self, line: int, what: str, column: int | None = None) -> None:
         place = f"{self.name}:{line}" if column is None else f"{self.name}:{line}:{column}"
         self.problems.append(f"{place}: {what}")
 
 
-def read_json(text: str, name: str) -> FileRows:
-    out = FileRows(name)
+def read_json(text: str, name: str, *, halves: bool = False) -> FileRows:
+    out = FileRows(name, halves=halves)
     if text.lstrip().startswith("["):
         _array(text, text.index("["), out)
         return out
     _lines(text, out)
     if out.problems and not out.rows:  # no line stands for itself: one object written over several lines?
-        return _whole_file(text, name, out)
+        return _whole_file(text, out)
     if len(out.rows) == 1 and not out.problems:
         return _unwrapped(text, out)
     return out
@@ -77,8 +84,8 @@ def _lines(text: str, out: FileRows) -> None:
             out.add(number, value)
 
 
-def _whole_file(text: str, name: str, by_lines: FileRows) -> FileRows:
-    out = FileRows(name)
+def _whole_file(text: str, by_lines: FileRows) -> FileRows:
+    out = by_lines.empty()
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -101,7 +108,7 @@ def _unwrapped(text: str, out: FileRows) -> FileRows:
     found = re.search(re.escape(json.dumps(lists[0], ensure_ascii=False)) + r"\s*:\s*\[", text)
     if found is None:
         return out
-    inner = FileRows(out.name)
+    inner = out.empty()
     _array(text, found.end() - 1, inner, alone=False)
     return inner
 
@@ -191,13 +198,13 @@ def _trailing_comma(closing: str) -> str:
     return t(pt=f"vírgula sobrando antes de `{closing}`", en=f"a comma too many before `{closing}`")
 
 
-def _whole(value: Any) -> bool:
+def whole(value: Any) -> bool:
     r"""False for a lone surrogate (`\ud83d`), which JSON can spell and no tokenizer can read."""
     if isinstance(value, str):
         return value.isascii() or _HALF.search(value) is None
     if isinstance(value, dict):
-        return all(_whole(key) and _whole(item) for key, item in value.items())
-    return all(map(_whole, value)) if isinstance(value, list) else True
+        return all(whole(key) and whole(item) for key, item in value.items())
+    return all(map(whole, value)) if isinstance(value, list) else True
 
 
 def _kind(value: Any) -> str:

@@ -22,7 +22,8 @@ SAID_BY = frozenset({"role", "from", "speaker", "papel"})
 """Keys that tell who speaks in a message."""
 
 
-def read_csv(text: str, name: str) -> FileRows:
+def read_csv(text: str, name: str, *, strict: bool = True) -> FileRows:
+    """`strict`: a misplaced quote is a fault; else it is read as best it may."""
     out = FileRows(name)
     csv.field_size_limit(_LARGEST_CELL)
     said = _SEPARATOR_LINE.match(text)
@@ -30,7 +31,7 @@ def read_csv(text: str, name: str) -> FileRows:
     text = text[said.end() :] if said else text
     header_line = _QUOTED.sub("", text.lstrip("\n").split("\n", 1)[0])
     separator = said[1] if said else max(",;\t", key=header_line.count)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=strict)
     header: list[str] = []
     line = skipped + 1
     try:
