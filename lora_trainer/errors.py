@@ -6,6 +6,7 @@ User-facing text is written where it is raised, as a pair: `t(pt="…", en="…"
 
 import locale
 import os
+from typing import TypeVar
 
 _language = ""
 
@@ -32,6 +33,9 @@ def t(*, pt: str, en: str) -> str:
     return pt if language() == "pt" else en
 
 
+E = TypeVar("E", bound="UserError")
+
+
 class UserError(Exception):
     """A problem in the user's config, data or machine: what is wrong, how to mend it, and where."""
 
@@ -40,6 +44,11 @@ class UserError(Exception):
     def __init__(self, problem: str, hint: str = "", where: str = "") -> None:
         super().__init__(problem)
         self.problem, self.hint, self.where = problem, hint, where
+
+    @classmethod
+    def said(cls: "type[E]", *, pt: str, en: str, hint_pt: str = "", hint_en: str = "", where: str = "") -> "E":
+        """From both languages' texts."""
+        return cls(t(pt=pt, en=en), t(pt=hint_pt, en=hint_en), where)
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.problem}" if self.where else self.problem

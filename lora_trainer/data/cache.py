@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..atomic import replacing
 from ..config.names import shown
-from ..errors import DataError, t
+from ..errors import DataError
 from ..seam.family import Example
 
 
@@ -55,11 +55,10 @@ class Cache:
         except OSError as error:
             if self.has(key):  # Windows lets nobody replace an entry that the other run is reading
                 return
-            raise DataError(
-                t(pt=f"não consigo gravar no cache: {error}", en=f"cannot write to the cache: {error}"),
-                hint=t(
-                    pt="libere espaço ou escolha outra pasta em dados.diretorio_cache; o que já foi feito fica",
-                    en="free some space or choose another folder in data.cache_dir; what is done is kept",
-                ),
+            raise DataError.said(
+                pt=f"não consigo gravar no cache: {error}",
+                en=f"cannot write to the cache: {error}",
+                hint_pt="libere espaço ou escolha outra pasta em dados.diretorio_cache; o que já foi feito fica",
+                hint_en="free some space or choose another folder in data.cache_dir; what is done is kept",
                 where=shown("data", "cache_dir"),
             ) from error

@@ -98,12 +98,11 @@ def _report_nesting(data_dir: Path, regularization_dir: Path, notes: Notes) -> N
     """One folder inside the other: each image counts on one side only, and which one is said."""
     data, prior = data_dir.resolve(), regularization_dir.resolve()
     if data == prior:
-        raise ConfigError(
-            t(
-                pt="a pasta de regularização é a própria pasta das imagens: cada imagem treinaria duas vezes",
-                en="the regularization folder is the image folder itself: every image would train twice",
-            ),
-            hint=t(pt="escolha outra pasta, ou retire a chave", en="choose another folder, or remove the key"),
+        raise ConfigError.said(
+            pt="a pasta de regularização é a própria pasta das imagens: cada imagem treinaria duas vezes",
+            en="the regularization folder is the image folder itself: every image would train twice",
+            hint_pt="escolha outra pasta, ou retire a chave",
+            hint_en="choose another folder, or remove the key",
             where=shown("data", "regularization_dir"),
         )
     if data in prior.parents or prior in data.parents:
@@ -120,12 +119,11 @@ def _report_nesting(data_dir: Path, regularization_dir: Path, notes: Notes) -> N
 def bucket_rule(config: DataConfig, side_multiple: int, notes: Notes) -> BucketRule:
     step = lcm(config.bucket_step, side_multiple)
     if step > min(config.resolution):
-        raise ConfigError(
-            t(
-                pt=f"resolução {_sides(config.resolution)} menor que o passo dos buckets, {step}",
-                en=f"resolution {_sides(config.resolution)} is below the bucket step, {step}",
-            ),
-            hint=t(pt=f"use pelo menos {step}", en=f"use at least {step}"),
+        raise ConfigError.said(
+            pt=f"resolução {_sides(config.resolution)} menor que o passo dos buckets, {step}",
+            en=f"resolution {_sides(config.resolution)} is below the bucket step, {step}",
+            hint_pt=f"use pelo menos {step}",
+            hint_en=f"use at least {step}",
             where=shown("data", "resolution"),
         )
     rule = BucketRule(config.resolution, step, config.upscale, config.buckets)

@@ -57,15 +57,11 @@ def views(item: ImageItem, config: DataConfig) -> list[View]:
 def caches_text(choice: str, train_text_encoder: bool) -> bool:
     """`dados.cache_codificador_texto` -> whether captions are encoded ahead."""
     if choice == "yes" and train_text_encoder:
-        raise ConfigError(
-            t(
-                pt="dados.cache_codificador_texto: sim não combina com modelo.treinar_codificador_texto: sim",
-                en="data.cache_text_encoder: yes excludes model.train_text_encoder: yes",
-            ),
-            hint=t(
-                pt="um codificador em treino muda a cada passo; use cache_codificador_texto: auto",
-                en="an encoder in training changes with every step; use cache_text_encoder: auto",
-            ),
+        raise ConfigError.said(
+            pt="dados.cache_codificador_texto: sim não combina com modelo.treinar_codificador_texto: sim",
+            en="data.cache_text_encoder: yes excludes model.train_text_encoder: yes",
+            hint_pt="um codificador em treino muda a cada passo; use cache_codificador_texto: auto",
+            hint_en="an encoder in training changes with every step; use cache_text_encoder: auto",
         )
     return choice != "no" and not train_text_encoder
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..config.names import shown
-from ..errors import DataError, t
+from ..errors import DataError
 from .images import ImageFacts
 
 _TABLE = "files_1"
@@ -53,12 +53,11 @@ class FileIndex:
 
 
 def _unusable(folder: Path, error: Exception) -> DataError:
-    return DataError(
-        t(
-            pt=f"não consigo usar a pasta de cache {folder}: {error}",
-            en=f"cannot use the cache folder {folder}: {error}",
-        ),
-        hint=t(pt="escolha outra em dados.diretorio_cache", en="choose another in data.cache_dir"),
+    return DataError.said(
+        pt=f"não consigo usar a pasta de cache {folder}: {error}",
+        en=f"cannot use the cache folder {folder}: {error}",
+        hint_pt="escolha outra em dados.diretorio_cache",
+        hint_en="choose another in data.cache_dir",
         where=shown("data", "cache_dir"),
     )
 

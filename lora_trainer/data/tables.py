@@ -81,12 +81,11 @@ def read_parquet(path: Path, name: str) -> FileRows:
     try:
         pyarrow, parquet = (importlib.import_module(module) for module in ("pyarrow", "pyarrow.parquet"))
     except ImportError as error:
-        raise DataError(
-            t(pt="ler Parquet precisa do pacote pyarrow", en="reading Parquet needs the package pyarrow"),
-            hint=t(
-                pt="`pip install pyarrow`, ou converta o arquivo para .jsonl",
-                en="`pip install pyarrow`, or convert the file to .jsonl",
-            ),
+        raise DataError.said(
+            pt="ler Parquet precisa do pacote pyarrow",
+            en="reading Parquet needs the package pyarrow",
+            hint_pt="`pip install pyarrow`, ou converta o arquivo para .jsonl",
+            hint_en="`pip install pyarrow`, or convert the file to .jsonl",
             where=name,
         ) from error
     out = FileRows(name)

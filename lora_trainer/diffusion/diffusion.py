@@ -188,13 +188,9 @@ def _timestep_range(settings: TrainingConfig, count: int) -> tuple[int, int]:
     low, high = settings.timestep_min, min(settings.timestep_max, count)
     if low < high:
         return low, high
-    raise ConfigError(
-        t(
-            pt=f"nenhum nível de ruído entre passo_ruido_minimo ({low}) e passo_ruido_maximo ({settings.timestep_max})",
-            en=f"no timestep between timestep_min ({low}) and timestep_max ({settings.timestep_max})",
-        ),
-        t(
-            pt=f"este modelo base tem os níveis 0 a {count - 1}; o mínimo deve ser menor que o máximo",
-            en=f"this base has timesteps 0 to {count - 1}; the lowest must be below the highest",
-        ),
+    raise ConfigError.said(
+        pt=f"nenhum nível de ruído entre passo_ruido_minimo ({low}) e passo_ruido_maximo ({settings.timestep_max})",
+        en=f"no timestep between timestep_min ({low}) and timestep_max ({settings.timestep_max})",
+        hint_pt=f"este modelo base tem os níveis 0 a {count - 1}; o mínimo deve ser menor que o máximo",
+        hint_en=f"this base has timesteps 0 to {count - 1}; the lowest must be below the highest",
     )

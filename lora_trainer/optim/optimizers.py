@@ -38,12 +38,11 @@ def chosen(settings: TrainingConfig) -> Optimizer:
     if row.eight_bit:
         return OPTIMIZERS[row.eight_bit]
     others = ", ".join(WITH_8BIT)
-    raise ConfigError(
-        t(pt=f"{row.name} não tem versão de 8 bits", en=f"{row.name} has no 8-bit version"),
-        t(
-            pt=f"retire treino.use_otimizador_8bit, ou use treino.otimizador com um destes: {others}",
-            en=f"remove training.use_8bit_optimizer, or set training.optimizer to one of: {others}",
-        ),
+    raise ConfigError.said(
+        pt=f"{row.name} não tem versão de 8 bits",
+        en=f"{row.name} has no 8-bit version",
+        hint_pt=f"retire treino.use_otimizador_8bit, ou use treino.otimizador com um destes: {others}",
+        hint_en=f"remove training.use_8bit_optimizer, or set training.optimizer to one of: {others}",
         where=shown("training", "use_8bit_optimizer"),
     )
 
@@ -155,15 +154,11 @@ def _arguments(row: Optimizer, cls: Callable[..., Any], settings: TrainingConfig
     problems += [shown("training", key) for key in chosen if key not in signature]
     problems += _wrong_length(chosen, signature) + (_other_rates(settings) if row.finds_rate else [])
     if problems:
-        raise ConfigError(
-            t(
-                pt=f"{row.name} não aceita: {'; '.join(problems)}",
-                en=f"{row.name} does not accept: {'; '.join(problems)}",
-            ),
-            t(
-                pt=f"argumentos_otimizador de {row.name}: {', '.join(accepted)}",
-                en=f"optimizer_args of {row.name}: {', '.join(accepted)}",
-            ),
+        raise ConfigError.said(
+            pt=f"{row.name} não aceita: {'; '.join(problems)}",
+            en=f"{row.name} does not accept: {'; '.join(problems)}",
+            hint_pt=f"argumentos_otimizador de {row.name}: {', '.join(accepted)}",
+            hint_en=f"optimizer_args of {row.name}: {', '.join(accepted)}",
             where=shown("training", "optimizer"),
         )
     merged = {**row.defaults, **chosen, **given, **row.fixed}

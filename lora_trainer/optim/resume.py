@@ -9,7 +9,7 @@ from torch import nn
 from ..choices.optimizers import OPTIMIZERS
 from ..config.names import shown
 from ..config.schema import TrainingConfig
-from ..errors import ConfigError, t
+from ..errors import ConfigError
 from ..seam.technique import Groups
 from . import averages
 from .optimizers import build_optimizer, chosen
@@ -45,15 +45,11 @@ def _refuse_other_optimizer(before: Groups, ours: str) -> None:
     theirs = str(before[0].get("optimizer", "?")) if before else ours
     if theirs == ours or (theirs in OPTIMIZERS and OPTIMIZERS[theirs].state == OPTIMIZERS[ours].state):
         return
-    raise ConfigError(
-        t(
-            pt=f"o estado salvo é do otimizador {theirs}, e a configuração pede {ours}",
-            en=f"the saved state is of the optimizer {theirs}, and the config asks for {ours}",
-        ),
-        t(
-            pt=f"para retomar, use {theirs}; para trocar, comece outro treino com modelo.lora_inicial no LoRA já salvo",
-            en=f"to resume, use {theirs}; to change it, start a new training with model.initial_lora on the LoRA saved",
-        ),
+    raise ConfigError.said(
+        pt=f"o estado salvo é do otimizador {theirs}, e a configuração pede {ours}",
+        en=f"the saved state is of the optimizer {theirs}, and the config asks for {ours}",
+        hint_pt=f"para retomar, use {theirs}; para trocar, comece outro treino com modelo.lora_inicial no LoRA já salvo",
+        hint_en=f"to resume, use {theirs}; to change it, start a new training with model.initial_lora on the LoRA saved",
         where=shown("training", "optimizer"),
     )
 
@@ -64,15 +60,11 @@ def _refuse_other_groups(before: Groups, groups: Groups) -> None:
     )
     if theirs == ours:
         return
-    raise ConfigError(
-        t(
-            pt=f"o estado salvo tem os grupos de parâmetros {theirs}; a configuração dá {ours}",
-            en=f"the saved state has the parameter groups {theirs}; the config gives {ours}",
-        ),
-        t(
-            pt="retome com a mesma razao_lora_plus e os mesmos alvos do LoRA, ou comece um treino novo",
-            en="resume with the same lora_plus_ratio and the same LoRA targets, or start a new training",
-        ),
+    raise ConfigError.said(
+        pt=f"o estado salvo tem os grupos de parâmetros {theirs}; a configuração dá {ours}",
+        en=f"the saved state has the parameter groups {theirs}; the config gives {ours}",
+        hint_pt="retome com a mesma razao_lora_plus e os mesmos alvos do LoRA, ou comece um treino novo",
+        hint_en="resume with the same lora_plus_ratio and the same LoRA targets, or start a new training",
         where=shown("training", "lora_plus_ratio"),
     )
 
@@ -102,15 +94,11 @@ def _flat_keys(state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _other_arguments(name: str, missing: list[str]) -> ConfigError:
-    return ConfigError(
-        t(
-            pt=f"o estado salvo foi feito por {name} com outros argumentos: nele falta {', '.join(missing)}",
-            en=f"the saved state was made by {name} with other arguments: it lacks {', '.join(missing)}",
-        ),
-        t(
-            pt="retome com os argumentos_otimizador de antes, ou comece um treino novo",
-            en="resume with the optimizer_args of before, or start a new training",
-        ),
+    return ConfigError.said(
+        pt=f"o estado salvo foi feito por {name} com outros argumentos: nele falta {', '.join(missing)}",
+        en=f"the saved state was made by {name} with other arguments: it lacks {', '.join(missing)}",
+        hint_pt="retome com os argumentos_otimizador de antes, ou comece um treino novo",
+        hint_en="resume with the optimizer_args of before, or start a new training",
         where=shown("training", "optimizer_args"),
     )
 

@@ -51,16 +51,12 @@ def check_vocabulary(family: CausalLM, dataset: TextDataset) -> None:
     highest = max(int(example.input_ids.max()) for example in (*dataset.examples, *dataset.validation))
     known = int(family.config.vocab_size)
     if highest >= known:
-        raise SourceError(
-            t(
-                pt=f"o tokenizador escreve o token {highest}, e o modelo só tem {known}: não são um do outro",
-                en=f"the tokenizer writes token {highest}, and the model has only {known}: they do not belong together",
-            ),
-            t(
-                pt="use o tokenizador do próprio modelo (modelo.tokenizador, ou os arquivos tokenizer* da pasta dele)",
-                en="use the model's own tokenizer (model.tokenizer, or the tokenizer* files of its folder)",
-            ),
-            family.source.what,
+        raise SourceError.said(
+            pt=f"o tokenizador escreve o token {highest}, e o modelo só tem {known}: não são um do outro",
+            en=f"the tokenizer writes token {highest}, and the model has only {known}: they do not belong together",
+            hint_pt="use o tokenizador do próprio modelo (modelo.tokenizador, ou os arquivos tokenizer* da pasta dele)",
+            hint_en="use the model's own tokenizer (model.tokenizer, or the tokenizer* files of its folder)",
+            where=family.source.what,
         )
 
 

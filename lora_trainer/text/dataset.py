@@ -71,11 +71,9 @@ def build(
 ) -> TextDataset:
     """Read, recognise, split and tokenise. Raises UserErrors, each kind all at once, before any weight is read."""
     if config.data_dir is None:
-        raise ConfigError(
-            t(
-                pt="falta dados.diretorio_dados: o arquivo ou a pasta dos textos",
-                en="data.data_dir is missing: the file or folder of the texts",
-            )
+        raise ConfigError.said(
+            pt="falta dados.diretorio_dados: o arquivo ou a pasta dos textos",
+            en="data.data_dir is missing: the file or folder of the texts",
         )
     check_tokenizer(tokenizer)
     rows = read_rows(Path(config.data_dir), recursive=config.recursive, exclude=exclude)

@@ -149,15 +149,11 @@ def _split_markers(source: str, tokenizer: Any) -> list[str]:
 
 
 def _no_template() -> DataError:
-    return DataError(
-        t(
-            pt="os dados são conversas, e o tokenizador do modelo base não tem formato de conversa (chat template)",
-            en="the data are conversations, and the base's tokenizer has no chat template",
-        ),
-        hint=t(
-            pt=f"escolha um em dados.formato_conversa: {listed()}; para um modelo base, simples serve",
-            en=f"choose one in data.chat_template: {listed()}; for a base model, plain will do",
-        ),
+    return DataError.said(
+        pt="os dados são conversas, e o tokenizador do modelo base não tem formato de conversa (chat template)",
+        en="the data are conversations, and the base's tokenizer has no chat template",
+        hint_pt=f"escolha um em dados.formato_conversa: {listed()}; para um modelo base, simples serve",
+        hint_en=f"choose one in data.chat_template: {listed()}; for a base model, plain will do",
         where=shown("data", "chat_template"),
     )
 
@@ -174,14 +170,10 @@ def _unknown(wanted: str) -> ConfigError:
 
 
 def _broken(template: ChatTemplate, why: str) -> DataError:
-    return DataError(
-        t(
-            pt=f"o formato de conversa `{template.name}` não funciona: {why}",
-            en=f"the chat template `{template.name}` does not work: {why}",
-        ),
-        hint=t(
-            pt=f"escolha outro em dados.formato_conversa: {listed()}",
-            en=f"choose another in data.chat_template: {listed()}",
-        ),
+    return DataError.said(
+        pt=f"o formato de conversa `{template.name}` não funciona: {why}",
+        en=f"the chat template `{template.name}` does not work: {why}",
+        hint_pt=f"escolha outro em dados.formato_conversa: {listed()}",
+        hint_en=f"choose another in data.chat_template: {listed()}",
         where=shown("data", "chat_template"),
     )

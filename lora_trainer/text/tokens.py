@@ -76,19 +76,16 @@ class Counts:
 def check_tokenizer(tokenizer: Any) -> None:
     """Raises SourceError for one that nothing can be taught with."""
     if not getattr(tokenizer, "is_fast", False):
-        raise SourceError(
-            t(
-                pt="o tokenizador não informa a posição de cada token no texto (não é um tokenizador rápido)",
-                en="the tokenizer does not tell where in the text each token lies (it is no fast tokenizer)",
-            )
+        raise SourceError.said(
+            pt="o tokenizador não informa a posição de cada token no texto (não é um tokenizador rápido)",
+            en="the tokenizer does not tell where in the text each token lies (it is no fast tokenizer)",
         )
     if tokenizer.eos_token_id is None:
-        raise SourceError(
-            t(pt="o tokenizador não tem token de fim (eos_token)", en="the tokenizer has no end token (eos_token)"),
-            hint=t(
-                pt="sem ele o modelo não aprende a parar; defina-o no tokenizer_config.json",
-                en="without it the model cannot learn to stop; set it in tokenizer_config.json",
-            ),
+        raise SourceError.said(
+            pt="o tokenizador não tem token de fim (eos_token)",
+            en="the tokenizer has no end token (eos_token)",
+            hint_pt="sem ele o modelo não aprende a parar; defina-o no tokenizer_config.json",
+            hint_en="without it the model cannot learn to stop; set it in tokenizer_config.json",
         )
 
 
