@@ -6,16 +6,21 @@ tensors they are given, or name a class or function to be looked up when it is n
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 
-class Row(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def pt(self) -> tuple[str, ...]:
-        """Portuguese spellings, the usual one first; none where the name is used in both languages."""
-        ...
+@dataclass(frozen=True)
+class Row:
+    name: str
+    pt: tuple[str, ...] = field(default=(), kw_only=True)
+    """Portuguese words for it, the usual one first; none where the name is used in both languages."""
+    reads: tuple[str, ...] = field(default=(), kw_only=True)
+    """Options of `training` that its function takes."""
+
+    def arguments(self, options: Any) -> dict[str, Any]:
+        """What it reads, by name, from an object with these options."""
+        return {name: getattr(options, name) for name in self.reads}
 
 
 R = TypeVar("R", bound=Row)
@@ -28,8 +33,3 @@ def table(*rows: R) -> dict[str, R]:
 def words(rows: Mapping[str, Row]) -> dict[str, str]:
     """Portuguese word -> name."""
     return {word: row.name for row in rows.values() for word in row.pt}
-
-
-def read(options: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """What a row reads, as the arguments of its function."""
-    return {name: getattr(options, name) for name in names}

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from . import table
+from . import Row, table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,21 +15,17 @@ SMALLEST_T = 1e-3
 
 
 @dataclass(frozen=True)
-class Loss:
-    name: str
+class Loss(Row):
     function: str
     """In torch.nn.functional."""
     bound: str = ""
     """Its argument for training.huber_delta: below it the function is half a square."""
-    pt: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Weighting:
-    name: str
+class Weighting(Row):
     of: "Callable[[Tensor], Tensor]"
     """t in (0, 1], shape (B,) -> weights (B,)."""
-    pt: tuple[str, ...] = ()
 
 
 def _none(t: "Tensor") -> "Tensor":
@@ -51,7 +47,7 @@ LOSSES = table(
     Loss("smooth_l1", "smooth_l1_loss", bound="beta"),
 )
 WEIGHTINGS = table(
-    Weighting("none", _none, ("nenhum", "nao", "não", "no")),
+    Weighting("none", _none, pt=("nenhum", "nao", "não", "no")),
     Weighting("sigma_sqrt", _sigma_sqrt),
     Weighting("cosmap", _cosmap),
 )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from . import table
+from . import Row, table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,13 +15,9 @@ PARABOLA = 7.7
 
 
 @dataclass(frozen=True)
-class Sampling:
-    name: str
+class Sampling(Row):
     level: "Callable[..., Tensor]"
     """(a random number, shape (); what it reads) -> t."""
-    pt: tuple[str, ...] = ()
-    reads: tuple[str, ...] = ()
-    """Options of `training` that turn it."""
     normal: bool = False
     """The number is of the standard normal distribution, else uniform in [0, 1)."""
 
@@ -50,8 +46,8 @@ def _parabola(u: "Tensor") -> "Tensor":
 
 
 SAMPLINGS = table(
-    Sampling("uniform", _uniform, ("uniforme",)),
+    Sampling("uniform", _uniform, pt=("uniforme",)),
     Sampling("logit_normal", _logit_normal, reads=("logit_mean", "logit_std"), normal=True),
-    Sampling("mode", _mode, ("moda",), reads=("mode_scale",)),
-    Sampling("parabola", _parabola, ("parábola",)),
+    Sampling("mode", _mode, pt=("moda",), reads=("mode_scale",)),
+    Sampling("parabola", _parabola, pt=("parábola",)),
 )

@@ -4,17 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import table
+from . import Row, table
 
 
 @dataclass(frozen=True)
-class Optimizer:
-    name: str
+class Optimizer(Row):
     module: str
     cls: str
     install: str = "torch"
     """What pip installs it with."""
-    pt: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that are ours to set."""
     defaults: Mapping[str, Any] = field(default_factory=dict)

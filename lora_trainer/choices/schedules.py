@@ -4,17 +4,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import table
+from . import Row, table
 
 
 @dataclass(frozen=True)
-class Schedule:
-    name: str
+class Schedule(Row):
     shape: Callable[..., float]
     """(steps done, steps in all, what it reads) -> from 1 at none of them to 0 at all."""
-    pt: tuple[str, ...] = ()
-    reads: tuple[str, ...] = ()
-    """Options of `training` that bend it."""
 
 
 def _constant(done: int, span: int) -> float:
@@ -39,9 +35,9 @@ def _polynomial(done: int, span: int, lr_power: float) -> float:
 
 
 SCHEDULES = table(
-    Schedule("constant", _constant, ("constante",)),
+    Schedule("constant", _constant, pt=("constante",)),
     Schedule("linear", _linear),
-    Schedule("cosine", _cosine, ("cosseno",)),
-    Schedule("cosine_restarts", _cosine_restarts, ("cosseno_reinicios",), reads=("lr_cycles",)),
-    Schedule("polynomial", _polynomial, ("polinomial",), reads=("lr_power",)),
+    Schedule("cosine", _cosine, pt=("cosseno",)),
+    Schedule("cosine_restarts", _cosine_restarts, pt=("cosseno_reinicios",), reads=("lr_cycles",)),
+    Schedule("polynomial", _polynomial, pt=("polinomial",), reads=("lr_power",)),
 )

@@ -59,5 +59,13 @@ def listing(names: Sequence[str], most: int = 200) -> str:
     return "\n".join(lines)
 
 
+def epochs_line(epochs: int, steps: int) -> str:
+    total = epochs * steps
+    return t(
+        pt=f"{counted(epochs, 'época', 'épocas')} × {steps} = {counted(total, 'passo', 'passos')} do otimizador",
+        en=f"{counted(epochs, 'epoch', 'epochs')} × {steps} = {counted(total, 'optimizer step', 'optimizer steps')}",
+    )
+
+
 def counted(count: int, one: str, many: str) -> str:
     return f"{count} {one if count == 1 else many}"

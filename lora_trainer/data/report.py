@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ..errors import t
 from .batches import BatchPlan
 from .dataset import Dataset
-from .notes import counted, naming
+from .notes import counted, epochs_line, naming
 from .scan import ImageItem
 
 
@@ -115,10 +115,7 @@ def step_lines(plan: BatchPlan, epochs: int) -> list[str]:
             en=f"{draws} examples per epoch ÷ batch {plan.batch_size} = {batches} micro-batches{short} "
             f"÷ accumulation {plan.accumulation} = {counted(steps, 'step', 'steps')} per epoch",
         ),
-        t(
-            pt=f"{counted(epochs, 'época', 'épocas')} × {steps} = {epochs * steps} passos do otimizador",
-            en=f"{counted(epochs, 'epoch', 'epochs')} × {steps} = {epochs * steps} optimizer steps",
-        ),
+        epochs_line(epochs, steps),
     ]
 
 

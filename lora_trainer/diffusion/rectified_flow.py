@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..choices import read
 from ..choices.losses import WEIGHTINGS
 from ..choices.noise_levels import SAMPLINGS
 from .objective import Objective
@@ -82,7 +81,7 @@ class RectifiedFlow(Objective):
     def _unshifted(self, rng: torch.Generator) -> Tensor:
         sampling = SAMPLINGS[self.sampling]
         number = (torch.randn if sampling.normal else torch.rand)((), generator=rng)
-        return sampling.level(number, **read(self, sampling.reads))
+        return sampling.level(number, **sampling.arguments(self))
 
     def corrupt(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> tuple[Tensor, Tensor]:
         t = (timesteps / SCALE).view(-1, *[1] * (x0.ndim - 1)).to(x0)

@@ -4,7 +4,6 @@ Steps count from 0: the factor for `step` scales the update number `step + 1`. W
 the peak at update number `warmup_steps`; the curve then falls to `lr_min_ratio`, met exactly at the last update.
 """
 
-from ..choices import read
 from ..choices.schedules import SCHEDULES
 from ..config.schema import TrainingConfig
 from ..errors import t
@@ -26,7 +25,7 @@ def lr_factor(step: int, total: int, settings: TrainingConfig) -> float:
     if span <= 0:  # warm-up longer than the run, and the run longer than planned
         return 1.0
     curve = SCHEDULES[settings.lr_scheduler]
-    shape = curve.shape(done, span, **read(settings, curve.reads))
+    shape = curve.shape(done, span, **curve.arguments(settings))
     return settings.lr_min_ratio + (1 - settings.lr_min_ratio) * shape
 
 

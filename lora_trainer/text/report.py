@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..data.notes import counted, naming
+from ..data.notes import counted, epochs_line, naming
 from ..errors import language, t
 from .batches import TextBatchPlan
 from .dataset import TextDataset
@@ -141,7 +141,6 @@ def histogram_lines(dataset: TextDataset) -> list[str]:
 def step_lines(plan: TextBatchPlan, epochs: int) -> list[str]:
     """examples → rows ÷ (batch × accumulation) = steps."""
     dataset, rows, steps = plan.dataset, plan.rows_per_epoch, plan.steps_per_epoch
-    total = epochs * steps
     draws = counted(dataset.draws_per_epoch, t(pt="exemplo", en="example"), t(pt="exemplos", en="examples"))
     what = t(pt=f"{draws} por época", en=f"{draws} per epoch")
     if dataset.packing:
@@ -159,10 +158,7 @@ def step_lines(plan: TextBatchPlan, epochs: int) -> list[str]:
             en=f" ÷ (batch {plan.batch_size} × accumulation {plan.accumulation}) = "
             f"{counted(steps, 'step', 'steps')} per epoch",
         ),
-        t(
-            pt=f"{counted(epochs, 'época', 'épocas')} × {steps} = {counted(total, 'passo', 'passos')} do otimizador",
-            en=f"{counted(epochs, 'epoch', 'epochs')} × {steps} = {counted(total, 'optimizer step', 'optimizer steps')}",
-        ),
+        epochs_line(epochs, steps),
     ]
 
 
