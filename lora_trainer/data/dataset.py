@@ -14,11 +14,11 @@ from ..config.fields import printable
 from ..config.names import shown
 from ..config.schema import DataConfig
 from ..errors import ConfigError, t
+from ..modality import Progress, no_progress
 from .buckets import BucketRule, fit
-from .check import Progress, no_progress
+from .check import FileIndex
 from .held_out import hold_out
 from .images import background_colour
-from .index import FileIndex
 from .notes import Notes, naming
 from .scan import ImageItem, Scanner
 from .variants import stable_hash

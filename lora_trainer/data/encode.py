@@ -21,12 +21,12 @@ from ..config.schema import DataConfig
 from ..engine.vae_tiling import tiled, tiles_change
 from ..errors import ConfigError, DataError, t
 from ..machine.hardware import PartRow
+from ..modality import Progress, no_progress
 from ..planner.caching import Encoding, OnOom, unheard
 from ..runtime.recover import free_memory
 from ..seam.family import Example, Framing, ImageFamily
 from ._work import Work, load_text_encoders, load_vae, place
 from .cache import Cache, cache_key
-from .check import Progress, no_progress
 from .dataset import Dataset
 from .images import BadImage, background_colour, load, load_grey
 from .scan import ImageItem

@@ -5,14 +5,13 @@ from typing import Any
 
 from ..config.schema import Config, TrainingConfig
 from ..errors import t
-from ..modality import Desk, Modality, RunFacts
+from ..modality import Desk, Modality, Progress, RunFacts
 from ..modality.options import OF_TEXTS, unread
 from ..planner.caching import Encoding
 from ..seam.family import ImageFamily
 from . import dataset as data
 from .batches import BatchPlan, ImageLoader
 from .cache import Cache
-from .check import Progress
 from .encode import EncodeCounts, Encoder, caches_text, encode_dataset
 from .outputs import ImageOutputs
 from .preview import ImagePreviews

@@ -5,7 +5,7 @@ named before any model is loaded.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,19 +13,24 @@ from ..config.fields import printable
 from ..config.names import shown
 from ..config.schema import DataConfig
 from ..errors import DataError, t
+from ..modality import Progress, no_progress
 from .buckets import Fit
 from .captions import Caption, CaptionReader
-from .check import Progress, check_files, no_progress
+from .check import FileIndex, check_files
 from .images import ImageFacts
-from .index import FileIndex
-from .masks import Mask, mask_paths, shape_problem
 from .notes import Notes, counted, listing, naming
 from .variants import stable_hash
-from .walk import Found, folder_repeats, large_number, nfc, readable_suffixes, walk
+from .walk import MASK_ENDING, Found, folder_repeats, large_number, nfc, readable_suffixes, stem_key, walk
 
 Facts = dict[Path, ImageFacts]
 Bad = list[tuple[str, str]]
 """(name, reason)"""
+
+
+@dataclass(frozen=True)
+class Mask:
+    path: Path
+    content: str
 
 
 @dataclass(frozen=True)
@@ -243,3 +248,25 @@ def _nothing(found: Found) -> DataError:
         hint += t(pt=f". Não lidos: {naming(found.unsupported)}", en=f". Not read: {naming(found.unsupported)}")
     root = printable(str(found.root))
     return DataError(t(pt=f"nenhuma imagem em {root}", en=f"no image in {root}"), hint=hint)
+
+
+def mask_paths(images: Sequence[Path], found: Found, mask_dir: Path | None) -> dict[Path, Path]:
+    """Image -> its mask file, where there is one."""
+    if mask_dir is None or mask_dir.resolve() == found.root.resolve():  # beside them, or each would be its own mask
+        return {image: found.masks[key] for image in images if (key := stem_key(image)) in found.masks}
+    source = walk(mask_dir)
+    files = [path for folder in source.folders for path in folder.images] + list(source.masks.values())
+    by_place = {_place(path, source.root): path for path in files}
+    return {image: by_place[key] for image in images if (key := _place(image, found.root)) in by_place}
+
+
+def _place(path: Path, root: Path) -> str:
+    return stem_key(path.relative_to(root)).removesuffix(MASK_ENDING)
+
+
+def shape_problem(mask: ImageFacts, image: ImageFacts) -> str:
+    """Why the mask cannot lie on the image, or "". Another size of the same shape is fine, within 2 %."""
+    (mw, mh), (iw, ih) = mask.size, image.size
+    if abs(mw * ih / (mh * iw) - 1) <= 0.02:
+        return ""
+    return t(pt=f"máscara de {mw}x{mh} para imagem de {iw}x{ih}", en=f"mask of {mw}x{mh} for an image of {iw}x{ih}")

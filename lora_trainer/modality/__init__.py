@@ -12,12 +12,14 @@ from ..config.schema import TrainingConfig
 from ..machine.hardware import PartRow
 from ..planner.caching import Encoding
 from ..seam.family import Batch
-from .desk import Desk, Progress, RunFacts
+from .desk import Desk, Progress, RunFacts, no_progress
 from .order import Batches, Dataset, Draw
 from .outputs import Outputs
 from .previews import Previews
 
-__all__ = ["Batches", "Dataset", "Desk", "Draw", "Loader", "Modality", "Outputs", "Previews", "Progress", "RunFacts"]
+__all__ = [
+    "Batches", "Dataset", "Desk", "Draw", "Loader", "Modality", "Outputs", "Previews", "Progress", "RunFacts", "no_progress",
+]  # fmt: skip
 
 
 class Loader(Protocol):

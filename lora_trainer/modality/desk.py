@@ -16,6 +16,10 @@ Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
 
 
+def no_progress(phase: str, done: int, total: int) -> None:
+    """Says nothing."""
+
+
 @dataclass(frozen=True)
 class Desk:
     """What the work before training is done with."""

@@ -12,10 +12,10 @@ from typing import Any
 
 from ..config.names import shown
 from ..config.schema import DataConfig
-from ..data.check import Progress, no_progress
 from ..data.held_out import hold_out
 from ..data.notes import Notes, naming
 from ..errors import ConfigError, DataError, t
+from ..modality import Progress, no_progress
 from .read import FIRST_PROBLEMS, read_rows
 from .schemas import NOTHING_USABLE, Collected, Conversation, collect
 from .templates import ChatTemplate, choose

@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from ..config.schema import Config, TrainingConfig
-from ..data.check import Progress
 from ..data.notes import counted
 from ..errors import t
 from ..families.causal_lm.family import CausalLM
-from ..modality import Desk, Modality, RunFacts
+from ..modality import Desk, Modality, Progress, RunFacts
 from ..planner.caching import Encoding
 from .batches import TextBatchPlan, TextLoader
 from .checks import check_options, check_vocabulary, length_warnings, option_warnings
