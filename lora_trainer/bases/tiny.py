@@ -96,6 +96,8 @@ class Tiny:
     """Of a folder: parts of the pipeline that cannot be loaded without libraries that we do not need."""
     kinds: tuple[str, ...] = KINDS
     """Of single files; the first is the plain one."""
+    training: Numbers = field(default_factory=lambda: {"peso_niveis": "cosmap"})
+    """Options of `treino` that its golden losses depend on: of rectified flow, if nothing is said."""
 
     @property
     def encoders(self) -> dict[str, Encoder]:

@@ -26,5 +26,6 @@ TINY = Tiny(
     narrow={"num_layers": 3, "num_single_layers": 4, "num_attention_heads": 2},
     gguf="flux",
     locate=locate,
+    training={"peso_niveis": "cosmap", "orientacao": 2},
 )
 VARIANTS = {"schnell": TINY.changed("transformer", {"guidance_embeds": False})}
