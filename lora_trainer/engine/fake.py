@@ -157,7 +157,7 @@ class QuickFakeMode(FakeTensorMode):
 
     def _select(self, x: FakeTensor, dim: int, index: int) -> Tensor:
         shape, stride = list(x.shape), list(x.stride())
-        offset = x.storage_offset() + index % shape[dim] * stride[dim]
+        offset = int(x.storage_offset()) + index % shape[dim] * stride[dim]
         del shape[dim], stride[dim]
         return self._make(_Result(torch.Size(shape), tuple(stride), x.dtype, x.fake_device, True, offset), (x,))
 
