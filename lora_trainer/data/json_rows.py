@@ -31,8 +31,8 @@ class FileRows:
     name: str
     rows: list[Row] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    halves: bool = False
-    """Takes rows with half a Unicode character in them, which whoever reads them must look for."""
+    plain: bool = False
+    """Rows as they stand: half a Unicode character is no fault, and a lone object no wrapper around others."""
 
     def empty(self) -> "FileRows":
         return replace(self, rows=[], problems=[])
@@ -44,7 +44,7 @@ class FileRows:
             )
             return
         for key, item in value.items():
-            if not (self.halves or (whole(key) and whole(item))):
+            if not (self.plain or (whole(key) and whole(item))):
                 told = key.encode("ascii", "backslashreplace").decode()
                 self.fail(line, t(pt=f"{told}: metade de um caractere Unicode", en=f"{told}: half a Unicode character"))
                 return
@@ -55,8 +55,8 @@ class FileRows:
         self.problems.append(f"{place}: {what}")
 
 
-def read_json(text: str, name: str, *, halves: bool = False) -> FileRows:
-    out = FileRows(name, halves=halves)
+def read_json(text: str, name: str, *, plain: bool = False) -> FileRows:
+    out = FileRows(name, plain=plain)
     if text.lstrip().startswith("["):
         _array(text, text.index("["), out)
         return out
@@ -103,7 +103,7 @@ def _unwrapped(text: str, out: FileRows) -> FileRows:
     """The rows of `{"data": [{…}, …]}`; a conversation's own list of turns is no wrapper."""
     fields = out.rows[0].fields if out.rows else {}
     lists = [key for key, value in fields.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    if len(lists) != 1 or lists[0].strip().lower() in _CHAT_KEYS:
+    if out.plain or len(lists) != 1 or lists[0].strip().lower() in _CHAT_KEYS:
         return out
     found = re.search(re.escape(json.dumps(lists[0], ensure_ascii=False)) + r"\s*:\s*\[", text)
     if found is None:

@@ -48,7 +48,7 @@ def read_table(path: Path, name: str, column: str | None) -> Table:
     text = decoded.text
     if decoded.encoding == "cp1252":
         table.guessed = next((line for line in text.split("\n") if not line.isascii()), "")
-    found = read_csv(text, name, strict=False) if path.suffix.lower() == ".csv" else read_json(text, name, halves=True)
+    found = read_csv(text, name, strict=False) if path.suffix.lower() == ".csv" else read_json(text, name, plain=True)
     rows, table.problems = found.rows, found.problems
     if table.problems or not rows:
         return table

@@ -226,6 +226,12 @@ def test_numbers_and_lists_of_texts_are_captions(tmp_path):
     assert {item.caption.texts for item in built(tmp_path / "ds").examples} == {("2024",), ("a", "b"), ("gato 2",)}
 
 
+def test_a_lone_row_with_a_list_of_objects_is_a_row(tmp_path):
+    img(tmp_path / "ds/1.png")
+    table(tmp_path / "ds", [{"file_name": "1.png", "text": "gato", "objects": [{"box": [0, 0, 1, 1]}]}])
+    assert captions(built(tmp_path / "ds")) == {"1.png": "gato"}
+
+
 def test_two_rows_for_one_image_are_said_with_their_lines(tmp_path):
     rows = three(tmp_path / "ds")
     table(tmp_path / "ds", [*rows, {"file_name": "./1.png", "text": "outro"}])

@@ -9,9 +9,9 @@ import lora_trainer
 from lora_trainer import plugins
 
 PACKAGE = Path(lora_trainer.__file__).parent
-NEUTRAL = ["run/run.py", "run/training.py", "loop.py", "run/setup.py", "run/planning.py", "modality.py", "journal/checkpoint.py"]
+NEUTRAL = ["run/run.py", "run/training.py", "loop.py", "run/setup.py", "run/planning.py", "journal/checkpoint.py"]
 FILES = [PACKAGE / name for name in NEUTRAL]
-ROOMS = ["engine", "techniques", "planner", "runtime", "adapters", "layouts"]
+ROOMS = ["engine", "techniques", "planner", "runtime", "modality", "adapters", "layouts"]
 FILES += [path for room in ROOMS for path in sorted((PACKAGE / room).glob("*.py"))]
 FAMILIES = plugins.available("lora_trainer.families")
 
