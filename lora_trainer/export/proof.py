@@ -99,7 +99,7 @@ def read_back(adapter: Adapter, path: Path) -> tuple[Modules, float]:
     lines = adapter.misfits(file, live)
     require(not lines, path, "; ".join(lines))
     changed = max(
-        float((stored - own).norm() / own.norm().clamp_min(1e-30))
+        relative_norm(stored, own)
         for name in live
         for stored, own in zip(_effects(file.lora[name]), _effects(live[name]), strict=True)
     )
@@ -200,6 +200,10 @@ def _layers(model: nn.ModuleDict) -> dict[str, LoraLayer]:
 
 def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     return [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+
+
+def relative_norm(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
 def relative(a: Tensor, b: Tensor) -> float:
