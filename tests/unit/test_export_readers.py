@@ -274,7 +274,7 @@ def test_the_loader_is_that_of_the_users_pipeline(own, usual, loader):
     assert getattr(loader_for(of_pipeline(own, usual)), "__name__", None) == loader
 
 
-@pytest.mark.parametrize("name", [name for name in available(PACKAGE) if family_class(name).learns_from == "images"])
+@pytest.mark.parametrize("name", [name for name in available(PACKAGE) if family_class(name).pipeline])
 def test_every_image_familys_usual_pipeline_has_a_loader_or_says_so(name):
     family = family_class(name)
     loader = loader_for(of_pipeline(None, family.pipeline))
