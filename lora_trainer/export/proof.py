@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..adapters import Adapter
 from ..engine.tracker import host_memory
 from ..errors import DivergedError, MachineError, t
+from ..layouts.differences import differences
 from ..layouts.lora import Lora
 from ..layouts.peft import WEIGHTS
 from ..layouts.read import read_tensors
@@ -96,7 +97,7 @@ def read_back(adapter: Adapter, path: Path) -> tuple[Modules, float]:
     """The file's modules, which are the adapter's; and by how much its dtype changed the effect of the worst."""
     dtype, live = _stored_dtype(path / WEIGHTS if path.is_dir() else path), adapter.modules()
     file = adapter.read(path)
-    lines = adapter.misfits(file, live)
+    lines = differences(file, live)
     require(not lines, path, "; ".join(lines))
     changed = max(
         relative_norm(stored, own)
