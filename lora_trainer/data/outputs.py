@@ -13,7 +13,6 @@ from ..export.verify import verify
 from ..export.write import Format, save_adapter
 from ..modality import Outputs
 from ..modality import RunFacts as Run
-from ..modality.outputs import done_line
 from ..seam.family import ImageFamily
 from .batches import BatchPlan
 
@@ -21,14 +20,14 @@ from .batches import BatchPlan
 class ImageOutputs(Outputs[ImageFamily, BatchPlan]):
     def __init__(self, run: Run, family: ImageFamily, batches: BatchPlan) -> None:
         super().__init__(run, family, batches)
-        self.folder = replace(run.folder, usual=family.formats[0])
+        self.folder = replace(run.folder, usual=next(iter(family.formats)))
 
     def _write(self, adapter: Adapter, format_: str, path: Path, step: int) -> None:
         metadata = describe(self.family, self.config, self._facts(step))
         save_adapter(adapter, self.family, path, cast(Format, format_), self.config.output.precision, metadata)
 
     def _proved(self, model: nn.ModuleDict, adapter: Adapter, path: Path, step: int) -> str:
-        return done_line(verify(model, adapter, self.family, path, self.family.probe), step, self.run.total)
+        return verify(model, adapter, self.family, path, self.family.probe).line(f"{step}/{self.run.total}")
 
     def _facts(self, step: int) -> RunFacts:
         tags: dict[str, Counter[str]] = {}

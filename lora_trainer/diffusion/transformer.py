@@ -24,6 +24,7 @@ from ..errors import ConfigError, SourceError, t
 from ..files.kinds import Kind
 from ..files.sources import Source
 from ..seam.family import Batch, BlockGroup, Example, Framing, Prepare
+from ..seam.readers import TRANSFORMERS
 from . import clip_text, prompts
 from . import vae as _vae
 from .diffusion import DiffusionFamily
@@ -31,7 +32,7 @@ from .diffusion import DiffusionFamily
 
 class TransformerFamily(DiffusionFamily):
     prediction_type = "flow"
-    formats = ("diffusers", "kohya")
+    formats = TRANSFORMERS
     kind: ClassVar[Kind]
     """Of the bases that are the family's."""
     masked: ClassVar[bool] = False

@@ -15,15 +15,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..atomic import replacing
-from ..errors import MachineError, SourceError, UserError, t
+from ..errors import DivergedError, SourceError, UserError, t
 from ..files.gguf_blocks import dequantize
 from ..files.gguf_names import ARCHITECTURES, converted_names, rope_order
 from ..files.gguf_reader import GgufFile, open_gguf
 from ..layouts.lora import Lora, LoraModule
+from ..layouts.peft import LANGUAGE_PART as PART
+from ._folders import new_file
+from .write import DTYPES
 
-PREFIX = "language_model."
-DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 SAME_AS = {"mistral": "llama", "gemma3": "gemma3", "gemma3_text": "gemma3"}
 """transformers' types that llama.cpp's converter writes as another architecture."""
 WAY_OUT = (
@@ -55,10 +55,11 @@ def write_gguf_lora(
     for name, module in lora.items():
         fitted, target = module.with_scale(alpha / module.rank), targets[name]
         up = fitted.up.flatten(1)
-        tensors[f"{target.tensor}.lora_a"] = fitted.down.flatten(1).to(DTYPES[precision])
-        tensors[f"{target.tensor}.lora_b"] = _in_file_order(up, target.order).to(DTYPES[precision])
-    _refuse_non_finite(tensors, path)
-    _write(path, tensors, {"arch": arch, "alpha": alpha, "name": path.stem, "base": base})
+        tensors[f"{target.tensor}.lora_a"] = fitted.down.flatten(1)
+        tensors[f"{target.tensor}.lora_b"] = _in_file_order(up, target.order)
+    stored = {name: tensor.to(DTYPES[precision]).contiguous() for name, tensor in tensors.items()}
+    _refuse_non_finite(stored, path)
+    _write(path, stored, {"arch": arch, "alpha": alpha, "name": path.stem, "base": base})
     return path
 
 
@@ -121,8 +122,8 @@ def _targets(lora: Lora, config: Any, arch: str) -> dict[str, _Target]:
 def _checked_targets(names: Collection[str], dora: Collection[str], config: Any, arch: str) -> dict[str, _Target]:
     """The targets of the modules `names`, of which `dora` are DoRA; UserError where llama.cpp has none."""
     found = {name: _target(name, config, arch) for name in names}
-    wrong = [name.removeprefix(PREFIX) for name, target in found.items() if target is None]
-    if doras := [name.removeprefix(PREFIX) for name in dora]:
+    wrong = [name.removeprefix(f"{PART}.") for name, target in found.items() if target is None]
+    if doras := [name.removeprefix(f"{PART}.") for name in dora]:
         problem = t(pt="o llama.cpp não carrega DoRA", en="llama.cpp does not load DoRA")
         raise UserError(f"{problem}: {_few(doras)}", t(pt=WAY_OUT[0], en=WAY_OUT[1]))
     if wrong:
@@ -138,7 +139,7 @@ def _few(names: list[str]) -> str:
 
 
 def _target(name: str, config: Any, arch: str) -> _Target | None:
-    parameter = f"{name.removeprefix(PREFIX)}.weight"
+    parameter = f"{name.removeprefix(f'{PART}.')}.weight"
     tensor = converted_names([parameter], arch, config.num_hidden_layers).get(parameter)
     tied = tensor == "output.weight" and config.tie_word_embeddings
     if tensor is None or tied or tensor == "token_embd.weight" or "_exps." in tensor:
@@ -162,8 +163,6 @@ def _values(file: GgufFile, name: str) -> Tensor:
 
 
 def _refuse_non_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
-    from ..errors import DivergedError
-
     wrong = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
     if wrong:
         raise DivergedError(
@@ -182,26 +181,18 @@ def _write(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) 
     """All or nothing."""
     from gguf import GGUFWriter
 
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            writer = GGUFWriter(temporary, facts["arch"])
-            writer.add_type("adapter")
-            writer.add_string("adapter.type", "lora")
-            writer.add_float32("adapter.lora.alpha", facts["alpha"])
-            writer.add_name(facts["name"])
-            if facts["base"]:
-                writer.add_base_model_count(1)
-                writer.add_base_model_name(0, facts["base"])
-            for name, tensor in tensors.items():
-                writer.add_tensor(name, tensor.contiguous().numpy())
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
-            writer.close()
-    except OSError as error:
-        raise MachineError(
-            t(pt=f"não foi possível gravar o arquivo ({error})", en=f"the file could not be written ({error})"),
-            t(pt="libere espaço ou mude saida.diretorio", en="free space or change output.dir"),
-            str(path),
-        ) from error
+    with new_file(path, sum(tensor.nbytes for tensor in tensors.values())) as temporary:
+        writer = GGUFWriter(temporary, facts["arch"])
+        writer.add_type("adapter")
+        writer.add_string("adapter.type", "lora")
+        writer.add_float32("adapter.lora.alpha", facts["alpha"])
+        writer.add_name(facts["name"])
+        if facts["base"]:
+            writer.add_base_model_count(1)
+            writer.add_base_model_name(0, facts["base"])
+        for name, tensor in tensors.items():
+            writer.add_tensor(name, tensor.numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()

@@ -10,7 +10,6 @@ from torch import nn
 from ..adapters import Adapter
 from ..engine.tracker import host_memory
 from ..errors import t
-from ..export.proof import Verification
 from ..journal.run_folder import keep_last
 from ..seam.family import Family
 from .desk import RunFacts
@@ -66,16 +65,6 @@ class Outputs(ABC, Generic[F, B]):
         if states:
             return t(pt=f"último estado bom: {states[-1]}", en=f"last good state: {states[-1]}")
         return t(pt="nenhum arquivo tinha sido salvo ainda", en="no file had been saved yet")
-
-
-def done_line(checked: Verification, step: int, total: int) -> str:
-    note = f" ({checked.notice})" if checked.notice else ""
-    return t(
-        pt=f"pronto: {checked.path}: {step}/{total} passos, {checked.num_modules} módulos, relido por {checked.reader}: "
-        f"saída difere {checked.output_difference:.1e} da do treino e {checked.effect:.1e} da base{note}",
-        en=f"done: {checked.path}: {step}/{total} steps, {checked.num_modules} modules, reloaded by {checked.reader}: "
-        f"output differs {checked.output_difference:.1e} from the trainer's and {checked.effect:.1e} from the base's{note}",
-    )
 
 
 def _no_effect(step: int) -> str:

@@ -18,12 +18,11 @@ from ..export._folders import write_text
 from ..export.gguf_lora import modelfile, read_gguf_lora, write_gguf_lora
 from ..export.merge import measure_drift, merge
 from ..export.peft_folder import save_peft_folder, verify_peft_folder
+from ..export.proof import relative_norm
 from ..families.causal_lm.base import is_gguf_source
-from ..families.causal_lm.family import PART, CausalLM
-from ..layouts.lora import Lora
+from ..families.causal_lm.family import CausalLM
 from ..loop import to_device
 from ..modality import Outputs, RunFacts
-from ..modality.outputs import done_line
 from ..techniques import MemoryPlan
 from ..techniques.block_streaming import BlockStreaming
 from .batches import TextBatchPlan, TextLoader
@@ -56,7 +55,7 @@ class TextOutputs(Outputs[CausalLM, TextBatchPlan]):
             return
         base = self.family.source.title()
         smallest: Literal["fp16", "fp32"] = "fp32" if precision == "fp32" else "fp16"
-        write_gguf_lora(_by_module(adapter), self.family.config, path, precision=smallest, base=base)
+        write_gguf_lora(adapter.export(), self.family.config, path, precision=smallest, base=base)
         if path == self.folder.adapter("gguf"):
             longest = self.config.data.max_length if self.config.data.max_length > OLLAMA_CONTEXT else 0
             own_gguf = self.family.source.path if self.family.source.path.suffix == ".gguf" else Path("BASE.gguf")
@@ -80,13 +79,13 @@ class TextOutputs(Outputs[CausalLM, TextBatchPlan]):
     def _proved(self, model: nn.ModuleDict, adapter: Adapter, path: Path, step: int) -> str:
         if path.suffix == ".gguf":
             return self._read_back(adapter, path, f"{step}/{self.run.total}")
-        return done_line(verify_peft_folder(model, adapter, path, self.family.probe), step, self.run.total)
+        return verify_peft_folder(model, adapter, path, self.family.probe).line(f"{step}/{self.run.total}")
 
     def _read_back(self, adapter: Adapter, path: Path, steps: str) -> str:
         with host_memory():
-            live = _by_module(adapter)
+            live = adapter.export()
             stored = read_gguf_lora(path, self.family.config, list(live))
-            worst = max(_difference(stored[name].delta(), live[name].delta()) for name in live)
+            worst = max(relative_norm(stored[name].delta(), live[name].delta()) for name in live)
         assert worst < 2e-3, f"{path}: delta W differs by {worst:.1e} after reading back"
         return t(
             pt=f"pronto: {path}: {steps} passos, {len(live)} módulos, relido: difere {worst:.1e}; para o Ollama: "
@@ -130,12 +129,3 @@ class TextOutputs(Outputs[CausalLM, TextBatchPlan]):
         with torch.no_grad():
             drift = measure_drift(self.family, model, path, [to_device(batch, device) for batch in batches], plan)
         return drift.line()
-
-
-def _by_module(adapter: Adapter) -> Lora:
-    """Named as inside the transformers model."""
-    return {path.removeprefix(f"{PART}."): module for path, module in adapter.export().items()}
-
-
-def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm().clamp_min(1e-30))

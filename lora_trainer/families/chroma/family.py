@@ -26,6 +26,7 @@ from ...diffusion.transformer import TransformerFamily
 from ...files.kinds import Kind
 from ...files.sources import Source
 from ...seam.family import Batch, Example
+from ...seam.readers import KOHYA_WITHOUT_DIFFUSERS, TRANSFORMERS
 from ...seam.slots import Slot, flat
 from ..flux import names
 
@@ -46,7 +47,7 @@ class Chroma(TransformerFamily):
     side_multiple = 16
     usual_guidance = 5.0
     caption_tokens = (128, 256, 512)
-    lora_loader = "FluxLoraLoaderMixin"
+    pipeline = "ChromaPipeline"
     patch = PATCH
     timestep_sampling = "parabola"
     training_shift = 1.0
@@ -67,7 +68,8 @@ class Chroma(TransformerFamily):
         self.tokenizer, self.tokens = t5, tokens or TOKENS
         self.token_limit = self.tokens - 1  # the end mark
         self.width = int(config["attention_head_dim"]) * int(config["num_attention_heads"])
-        self.kohya_slots, self.kohya_as_released = self._kohya_slot, self.width == names.RELEASED_WIDTH
+        self.kohya_slots = self._kohya_slot
+        self.formats = TRANSFORMERS if self.width == names.RELEASED_WIDTH else KOHYA_WITHOUT_DIFFUSERS
 
     @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "Chroma":

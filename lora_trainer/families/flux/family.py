@@ -25,6 +25,7 @@ from ...errors import SourceError, t
 from ...files.kinds import Kind
 from ...files.sources import Source
 from ...seam.family import Batch, Example
+from ...seam.readers import KOHYA_WITHOUT_DIFFUSERS, TRANSFORMERS
 from ...seam.slots import Slot, flat
 from . import names
 
@@ -44,7 +45,7 @@ class Flux(TransformerFamily):
     side_multiple = 16
     usual_guidance = 3.5
     caption_tokens = (128, 256, 512)
-    lora_loader = "FluxLoraLoaderMixin"
+    pipeline = "FluxPipeline"
     distilled = True
     patch = PATCH
     text_parts = ("text_encoder", "text_encoder_2")
@@ -65,7 +66,7 @@ class Flux(TransformerFamily):
         config = self.components["transformer"].config
         self.width = int(config["attention_head_dim"]) * int(config["num_attention_heads"])
         self.kohya_slots = self._kohya_slot
-        self.kohya_as_released = self.width == names.RELEASED_WIDTH
+        self.formats = TRANSFORMERS if self.width == names.RELEASED_WIDTH else KOHYA_WITHOUT_DIFFUSERS
         self.tokens = tokens or (DEV_TOKENS if self.guided else SCHNELL_TOKENS)
         self.token_limit = self.tokens - 1  # the end mark
         if not self.guided:

@@ -44,7 +44,8 @@ class Flux2(TransformerFamily):
     side_multiple = 16
     usual_guidance = 4.0
     caption_tokens = (128, 256, 512)
-    lora_loader = "Flux2LoraLoaderMixin"
+    pipeline = "Flux2Pipeline"
+    loader_kinds = ("lora", "lokr")
     patch = 1
     sizes: ClassVar = {5.0: "flux2", 10.0: "flux2_klein_9b", 40.0: "flux2_dev"}
     text_parts = ("text_encoder",)

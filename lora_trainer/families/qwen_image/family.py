@@ -57,7 +57,7 @@ class QwenImage(TransformerFamily):
     side_multiple = 16
     usual_guidance = 4.0
     caption_tokens = (128, 256, 512, 1024)
-    lora_loader = "QwenImageLoraLoaderMixin"
+    pipeline = "QwenImagePipeline"
     patch = PATCH
     text_parts = ("text_encoder",)
     block_lists: ClassVar = {"blocks": "transformer_blocks"}

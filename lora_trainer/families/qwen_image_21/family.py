@@ -23,6 +23,7 @@ from ...errors import MachineError, t
 from ...files.kinds import Kind
 from ...files.sources import Source
 from ...seam.family import Batch, Example, Framing
+from ...seam.readers import KOHYA_WITHOUT_DIFFUSERS
 from ...seam.slots import Slot, flat
 from ..qwen_image import vae as _qwen_vae
 from . import vae as _qwen21_vae
@@ -53,8 +54,8 @@ class QwenImage21(TransformerFamily):
     side_multiple = 32
     usual_guidance = 1.0
     caption_tokens = (128, 256, 512, 1024)
-    lora_loader = "QwenImageLoraLoaderMixin"
-    kohya_as_released = False  # diffusers' reader knows the first Qwen-Image's layers only
+    pipeline = "QwenImage21Pipeline"
+    formats = KOHYA_WITHOUT_DIFFUSERS  # diffusers' reader knows the first Qwen-Image's layers only
     patch = 1
     training_shift = "resolution"
     text_parts = ("text_encoder",)

@@ -28,6 +28,7 @@ from ...errors import ConfigError, t
 from ...files.kinds import Kind
 from ...files.sources import Source
 from ...seam.family import Batch, BlockGroup, Example, Framing, Prepare
+from ...seam.readers import UNETS
 
 RELEASES = {Kind.SD1: "sd1", Kind.SD2: "sd2"}
 
@@ -35,7 +36,8 @@ RELEASES = {Kind.SD1: "sd1", Kind.SD2: "sd2"}
 class SD15(DiffusionFamily):
     name = "sd15"
     title = "Stable Diffusion 1.x/2.x"
-    formats = ("kohya", "diffusers")
+    formats = UNETS
+    pipeline = "StableDiffusionPipeline"
     side_multiple = 64
     lora_targets: ClassVar[dict[str, str]] = _unet.LORA_TARGETS
     text_targets = _unet.TEXT_TARGETS

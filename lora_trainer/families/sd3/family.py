@@ -24,8 +24,9 @@ from ...diffusion.transformer import TransformerFamily
 from ...errors import ConfigError, t
 from ...files.kinds import Kind
 from ...files.sources import Source
-from ...layouts import fused
 from ...seam.family import Batch, Example
+from ...seam.readers import KOHYA_WITHOUT_DIFFUSERS
+from ...seam.slots import Slot, flat
 from . import names as _sd3_names
 from .parts import SLOTS, build, refuse_flux_vae
 
@@ -45,8 +46,8 @@ class SD3(TransformerFamily):
     side_multiple = 16
     usual_guidance = 4.5
     caption_tokens = (128, 256, 512)
-    lora_loader = "SD3LoraLoaderMixin"
-    kohya_as_released = False  # diffusers reads no kohya files of SD3; ComfyUI and Forge do
+    pipeline = "StableDiffusion3Pipeline"
+    formats = KOHYA_WITHOUT_DIFFUSERS
     patch = PATCH
     sizes: ClassVar = {3.0: "sd3", 9.0: "sd3_large"}
     block_lists: ClassVar = {"joint": "transformer_blocks"}
@@ -175,13 +176,13 @@ class SD3(TransformerFamily):
 
     # -- output
 
-    def _kohya_slot(self, path: str) -> fused.Slot | None:
+    def _kohya_slot(self, path: str) -> Slot | None:
         found = _sd3_names.original(path.removeprefix("transformer."), int(self.transformer["num_layers"]))
         if found is None:
             return None
         width = int(self.transformer["caption_projection_dim"])
         rows = () if found.third is None else (width,) * 3
-        return fused.Slot(fused.flat(found.name), found.third or 0, rows, found.swapped)
+        return Slot(flat(found.name), found.third or 0, rows, found.swapped)
 
     def metadata(self) -> dict[str, str]:
         release = "5-" if self.transformer.get("qk_norm") else ""

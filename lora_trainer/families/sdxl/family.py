@@ -28,6 +28,7 @@ from ...errors import ConfigError, t
 from ...files.kinds import Kind
 from ...files.sources import Source
 from ...seam.family import Batch, BlockGroup, Example, Framing, Prepare
+from ...seam.readers import UNETS
 
 TEXT_PARTS = ("text_encoder", "text_encoder_2")
 PENULTIMATE = 2
@@ -36,7 +37,8 @@ PENULTIMATE = 2
 class SDXL(DiffusionFamily):
     name = "sdxl"
     title = "SDXL"
-    formats = ("kohya", "diffusers")
+    formats = UNETS
+    pipeline = "StableDiffusionXLPipeline"
     side_multiple = 32
     lora_targets: ClassVar[dict[str, str]] = _unet.LORA_TARGETS
     text_targets = _unet.TEXT_TARGETS

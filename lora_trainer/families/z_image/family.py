@@ -55,7 +55,8 @@ class ZImage(TransformerFamily):
     side_multiple = 16
     usual_guidance = 5.0
     caption_tokens = (128, 256, 512)
-    lora_loader = "ZImageLoraLoaderMixin"
+    pipeline = "ZImagePipeline"
+    loader_kinds = ("lora", "lokr")
     patch = PATCH
     training_shift = "resolution"
     text_parts = ("text_encoder",)
