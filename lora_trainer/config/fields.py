@@ -1,16 +1,19 @@
-"""How an option is declared: once, with both names, one line of documentation in each language, its range and default.
+"""How an option is declared: once, with both names, its words, range and default, and one text in each language below it.
 
 Attribute names are the English spelling; `pt` is the Portuguese one. Everything else (accepted keys, JSON Schema, the
-effective config, error messages) is derived from the declaration.
+effective config, error messages) is derived from the declaration. The text is the attribute's docstring, `pt: … en: …`,
+which pydantic keeps as the field's description.
 """
 
 import contextlib
 import re
 import unicodedata
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 YES = {"sim", "yes", "true", "on", "ligado", "verdadeiro"}
@@ -23,20 +26,46 @@ _NUMERAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?|[-+]?inf(inity)?", re
 _WHOLE = re.compile(r"[-+]?[\d_]+")
 
 
-def option(default: Any, *, pt: str, doc_pt: str, doc_en: str, **constraints: Any) -> Any:
-    """Declare one option. `constraints` go to pydantic's Field (ge, gt, le, lt, …)."""
-    return Field(default, json_schema_extra={"pt": pt, "doc_pt": doc_pt, "doc_en": doc_en}, **constraints)
+LIMITS = ("ge", "gt", "le", "lt", "multiple_of")
+NO_WORDS = {"nao": "no", "não": "no"}
+YES_NO_WORDS = {"sim": "yes", **NO_WORDS}
+"""Portuguese word -> the word used in code."""
 
 
-def section(model: type[BaseModel], *, pt: str, doc_pt: str, doc_en: str) -> Any:
-    extra: dict[str, Any] = {"pt": pt, "doc_pt": doc_pt, "doc_en": doc_en}
-    return Field(default_factory=model, json_schema_extra=extra)
+def option(
+    default: Any,
+    *,
+    pt: str,
+    words: Mapping[str, str] | None = None,
+    elsewhere: str = "",
+    docs: str | None = None,
+    **constraints: Any,
+) -> Any:
+    """Declare one option. `constraints` go to pydantic's Field (ge, gt, le, lt, …).
+
+    `words`: Portuguese word -> the word used in code. `elsewhere`: what other trainers call it, for hints only; these names
+    are never accepted. `docs`: its text, where it is no attribute with a docstring.
+    """
+    limits = {name: constraints[name] for name in LIMITS if name in constraints}
+    extra: dict[str, Any] = {"pt": pt, "words": dict(words or {}), "elsewhere": elsewhere.split(), "limits": limits}
+    return Field(default, description=docs, json_schema_extra=extra, **constraints)
+
+
+def section(model: type[BaseModel], *, pt: str) -> Any:
+    return Field(default_factory=model, json_schema_extra={"pt": pt})
+
+
+def docs_of(field: FieldInfo) -> tuple[str, str]:
+    """What a declaration says of itself, in Portuguese and in English."""
+    assert field.description, "an option without a text"
+    pt, _, en = field.description.removeprefix("pt: ").partition("\nen: ")
+    return " ".join(pt.split()), " ".join(en.split())
 
 
 class Section(BaseModel):
     """A group of options. Unknown keys are refused; nobody receives more than the section they need."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, use_attribute_docstrings=True)
 
 
 def _boolean(value: Any) -> Any:
@@ -200,11 +229,11 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, dict) else value
 
 
-# The string in each type is its kind, which loading reads to know how to treat what the user wrote.
+# The string in each type is its kind, which loading reads to know how to treat what the user wrote; a mapping is its words.
 Boolean = Annotated[bool, BeforeValidator(_boolean), "boolean"]
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False), "number"]
 Integer = Annotated[int, BeforeValidator(_integer), "integer"]
-Switch = Annotated[Literal["auto", "yes", "no"], BeforeValidator(_switch)]
+Switch = Annotated[Literal["auto", "yes", "no"], BeforeValidator(_switch), YES_NO_WORDS]
 """The program decides, unless the user does."""
 Free = Annotated[dict[str, Any], BeforeValidator(typed)]
 """Names and values that a library knows, not we."""
@@ -213,7 +242,10 @@ Share = Annotated[float | Literal["auto", "no"], BeforeValidator(_share), "share
 Resolution = Annotated[tuple[int, int], BeforeValidator(_resolution), "resolution"]
 Text = Annotated[str, BeforeValidator(_text), "text"]
 LocalPath = Annotated[str, BeforeValidator(_path), "local_path"]
-"""A path, resolved at load; keys of this type may not hold a hub id."""
+"""A path of a file or folder, resolved at load; keys of this type may not hold a hub id."""
+Folder = Annotated[str, BeforeValidator(_path), "folder"]
+OutputFolder = Annotated[str, BeforeValidator(_path), "output_folder"]
+"""Made when needed, but it must be possible to write there."""
 PathOrHub = Annotated[str, BeforeValidator(_path), "path_or_hub"]
 """A path if it looks like one or exists, else a Hugging Face id `owner/name`."""
 Rules = Annotated[list[Annotated[dict[str, Any], BeforeValidator(_rule)]], BeforeValidator(_listed)]

@@ -11,10 +11,10 @@ from typing import Any
 
 from .. import plugins
 from . import names
-from .fields import NO, YES
+from .fields import NO, YES, docs_of
 from .names import Option
 from .reading import EXTENDS, FAMILIES, HOLDER_PREFIX, SIZE, SIZES
-from .schema import WORDS, Config
+from .schema import Config
 
 DEFAULT_PATH = Path(__file__).parents[2] / "configs" / "schema.json"
 
@@ -70,10 +70,9 @@ def _sizes(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def _section(section: str) -> dict[str, Any]:
-    extra: Any = Config.model_fields[section].json_schema_extra
     spellings = names.spellings(section).items()
     return {
-        "description": f"{extra['doc_pt']}\n{extra['doc_en']}",
+        "description": "\n".join(docs_of(Config.model_fields[section])),
         "type": ["object", "null"],
         "additionalProperties": False,
         "properties": {word: {"$ref": f"#/definitions/{o.section}.{o.name}"} for word, o in spellings},
@@ -97,11 +96,11 @@ def _forms(option: Option) -> list[dict[str, Any]]:
         words = sorted(YES | NO)
         return [{"type": "boolean"}, {"enum": words}, _REFERENCE]
     if option.kind == "choice":
-        words = [*dict.fromkeys([*WORDS.get(option.name, {}), *option.choices])]
+        words = [*dict.fromkeys([*option.words, *option.choices])]
         booleans = [{"type": "boolean"}] if "no" in option.choices else []
         return [{"enum": words}, *booleans, _REFERENCE]
     if option.kind == "share":
-        words = [*WORDS.get(option.name, {}), "auto", *sorted(YES | NO)]
+        words = [*option.words, "auto", *sorted(YES | NO)]
         return [{"type": "number", "minimum": 0, "maximum": 1}, {"enum": list(dict.fromkeys(words))}, _REFERENCE]
     if option.kind in ("integer", "number"):
         limits = {

@@ -285,7 +285,7 @@ def _missing(required: Sequence[Key], entries: Mapping[Key, Entry], main: Sheet)
         yield Problem(
             t(pt=f"falta `{option.shown('pt')}`", en=f"`{option.shown('en')}` is missing"),
             where or Where(main.source),
-            t(pt=option.doc_pt, en=option.doc_en),
+            option.doc,
         )
 
 

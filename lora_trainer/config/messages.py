@@ -94,12 +94,8 @@ def _hint(code: str, value: Any, option: Option, lang: str) -> str:
     if option.kind == "choice" and isinstance(value, str):
         spelled = {*option.allowed_words(lang), *(str(choice) for choice in option.choices)}
         near = names.nearest(value, spelled, 0.5)
-        return t(pt=f"você quis dizer `{near}`?", en=f"did you mean `{near}`?") if near else _doc(option, lang)
-    return _doc(option, lang)
-
-
-def _doc(option: Option, lang: str) -> str:
-    return t(pt=option.doc_pt, en=option.doc_en)
+        return t(pt=f"você quis dizer `{near}`?", en=f"did you mean `{near}`?") if near else option.doc
+    return option.doc
 
 
 def _no_value(name: str) -> tuple[str, str]:

@@ -20,24 +20,6 @@ from .fields import has_escapes
 from .names import Key
 from .report import Problem, Source
 
-EXPECTED: dict[Key, str] = {
-    ("model", "base_model"): "any",
-    ("model", "vae"): "any",
-    ("model", "text_encoder"): "any",
-    ("model", "text_encoder_2"): "any",
-    ("model", "text_encoder_3"): "any",
-    ("model", "tokenizer"): "folder",
-    ("model", "architecture"): "folder",
-    ("model", "initial_lora"): "any",
-    ("model", "training_lora"): "any",
-    ("data", "data_dir"): "any",
-    ("data", "mask_dir"): "folder",
-    ("data", "regularization_dir"): "folder",
-    ("data", "cache_dir"): "output",
-    ("output", "dir"): "output",
-}
-"""What must be there. "output": made when needed, but it must be possible to write there."""
-
 _SHAPE = re.compile(r"[\w.-]+")
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
@@ -54,9 +36,9 @@ class Outcome:
 def resolve_paths(values: dict[Key, Any], entries: Mapping[Key, Entry], main: Source) -> Outcome:
     """Replace the paths in `values` by absolute ones, and say which are not there."""
     outcome = Outcome()
-    for key in EXPECTED:
+    for key, option in names.options().items():
         value = values.get(key)
-        if isinstance(value, str) and not has_escapes(value):
+        if option.kind in names.PATH_KINDS and isinstance(value, str) and not has_escapes(value):
             before = len(outcome.problems)
             values[key] = _resolve(value, entries[key], outcome)
             if len(outcome.problems) > before:
@@ -103,7 +85,7 @@ def _resolve(value: str, entry: Entry, outcome: Outcome) -> str:
             outcome.problems.append(_neither(text, entry, absolute(text, base)))
         return text
     path = absolute(text, base)
-    if problem := _check(path, EXPECTED[entry.option.key], entry):
+    if problem := _check(path, entry):
         outcome.problems.append(problem)
     return path
 
@@ -114,8 +96,8 @@ def _shipped(name: str) -> str | None:
     return str(found) if found else None
 
 
-def _check(path: str, expected: str, entry: Entry) -> Problem | None:
-    if expected == "output":
+def _check(path: str, entry: Entry) -> Problem | None:
+    if entry.option.kind == "output_folder":
         return _unwritable(path, entry)
     if not os.path.exists(path):
         hint = near_matches(Path(path))
@@ -123,15 +105,10 @@ def _check(path: str, expected: str, entry: Entry) -> Problem | None:
             names = ", ".join(arch.releases())
             hint = t(pt=f"uma pasta, ou um destes nomes: {names}", en=f"a folder, or one of these names: {names}")
         return _problem(entry, path, t(pt="não existe", en="does not exist"), hint)
-    if expected == "folder" and not os.path.isdir(path):
+    if entry.option.kind == "folder" and not os.path.isdir(path):
         return _problem(
             entry, path, t(pt="é um arquivo, e aqui vai uma pasta", en="is a file, and a folder belongs here"),
             t(pt=f"a pasta dele é {os.path.dirname(path)}", en=f"its folder is {os.path.dirname(path)}"),
-        )  # fmt: skip
-    if expected == "file" and os.path.isdir(path):
-        return _problem(
-            entry, path, t(pt="é uma pasta, e aqui vai um arquivo", en="is a folder, and a file belongs here"),
-            near_matches(Path(path) / "x.safetensors"),
         )  # fmt: skip
     return None
 

@@ -22,8 +22,7 @@ WITH_8BIT = ("adamw", "adamw8bit", "pagedadamw8bit", "lion8bit")
 NOT_SEPARABLE = ("prodigy", "schedulefree_adamw")
 """Optimizers with one estimate, or one average of the run, for all parameters."""
 MAX_NAME_BYTES = 120
-OUTPUTS: tuple[Key, ...] = (("data", "cache_dir"), ("output", "dir"))
-"""Paths that are written to."""
+INPUT_KINDS = ("local_path", "folder", "path_or_hub")
 
 _RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
 
@@ -378,8 +377,7 @@ def _targets(facts: Facts, key: Key) -> Problem | None:
             pt=f"`{facts.name(key)}`: expressão regular inválida ({error})",
             en=f"`{facts.name(key)}`: invalid regular expression ({error})",
         )
-        option = names.options()[key]
-        return Problem(message, facts.where(key), t(pt=option.doc_pt, en=option.doc_en))
+        return Problem(message, facts.where(key), names.options()[key].doc)
     return None
 
 
@@ -430,7 +428,7 @@ def inside_run_folder(facts: Facts, name: str) -> list[Problem]:
     problems = []
     for key, option in names.options().items():
         value = getattr(getattr(facts.config, key[0]), key[1])
-        if option.kind not in names.PATH_KINDS or key in (*OUTPUTS, *facts.failed) or not value or not name.strip():
+        if option.kind not in INPUT_KINDS or key in facts.failed or not value or not name.strip():
             continue
         path = Path(os.path.realpath(value))
         if os.path.isabs(value) and (path == run or run in path.parents):

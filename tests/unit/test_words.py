@@ -19,8 +19,10 @@ NAME = re.compile(r"\b[a-z]+\.[a-z_0-9]+\b")
 
 
 def texts(node: ast.AST, side: str = "") -> Iterator[tuple[str, str, int]]:
-    """(text, "pt" or "en" or "" outside `t(pt=…, en=…)`, line) of every string that is no docstring."""
+    """(text, "pt" or "en" or "" outside `t(pt=…, en=…)`, line) of every string that is no docstring, and of an option's."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        pt, both, en = str(node.value.value).partition("\n    en: ")
+        yield from ((pt, "pt", node.lineno), (en, "en", node.lineno)) if both and pt.startswith("pt: ") else ()
         return
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value, side, node.lineno
@@ -53,3 +55,6 @@ def test_a_misplaced_name_is_found() -> None:
         "1: modelo.vae",
     ]
     assert misplaced('t(pt="dados.resolucao", en="data.resolution")') == []
+    option = 'class A:\n    x: int = option(0)\n    """pt: veja %s.\n    en: see %s."""\n'
+    assert misplaced(option % ("dados.resolucao", "data.resolution")) == []
+    assert misplaced(option % ("data.resolution", "dados.resolucao")) == ["3: data.resolution", "3: dados.resolucao"]
