@@ -10,7 +10,7 @@ import re
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -62,10 +62,26 @@ def docs_of(field: FieldInfo) -> tuple[str, str]:
     return " ".join(pt.split()), " ".join(en.split())
 
 
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
 class Section(BaseModel):
     """A group of options. Unknown keys are refused; nobody receives more than the section they need."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, use_attribute_docstrings=True)
+
+
+def value_of(config: BaseModel, key: tuple[str, str]) -> Any:
+    """Of an option, by its section and name."""
+    return getattr(getattr(config, key[0]), key[1])
+
+
+def with_values(config: Settings, values: Mapping[tuple[str, str], Any]) -> Settings:
+    """The config with some options replaced."""
+    for (section, name), value in values.items():
+        changed = getattr(config, section).model_copy(update={name: value})
+        config = config.model_copy(update={section: changed})
+    return config
 
 
 def _boolean(value: Any) -> Any:

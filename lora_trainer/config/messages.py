@@ -93,8 +93,7 @@ def _range(option: Option) -> str:
 def _hint(code: str, value: Any, option: Option, lang: str) -> str:
     if option.kind == "choice" and isinstance(value, str):
         spelled = {*option.allowed_words(lang), *(str(choice) for choice in option.choices)}
-        near = names.nearest(value, spelled, 0.5)
-        return t(pt=f"você quis dizer `{near}`?", en=f"did you mean `{near}`?") if near else option.doc
+        return names.did_you_mean(names.nearest(value, spelled, 0.5)) or option.doc
     return option.doc
 
 

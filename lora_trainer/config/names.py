@@ -211,7 +211,7 @@ def suggest(text: str, section: str | None = None, *, moved: bool = True) -> str
     last = text.rsplit(".", 1)[-1]
     here = nearest(last, spellings(section)) if section else None
     if here and fold(here) == fold(last):
-        return _did_you_mean(here)
+        return did_you_mean(here)
     if fold(last) in foreign():
         known = foreign()[fold(last)].shown()
         return t(pt=f"aqui esta opção se chama `{known}`", en=f"here this option is called `{known}`")
@@ -221,10 +221,10 @@ def suggest(text: str, section: str | None = None, *, moved: bool = True) -> str
     if far:
         return t(pt=f"esta opção fica em outra seção: `{far}`", en=f"this option lives in another section: `{far}`")
     if here:
-        return _did_you_mean(here)
+        return did_you_mean(here)
     if section is None:
         if near := nearest(text.split(".", 1)[0], [*sections(), *sections().values()], 0.7):
-            return _did_you_mean(near)
+            return did_you_mean(near)
         names = ", ".join(sections().values() if language() == "pt" else sections())
         return t(pt=f"seções: {names}", en=f"sections: {names}")
     own = [o for o in options().values() if o.section == section]
@@ -232,8 +232,8 @@ def suggest(text: str, section: str | None = None, *, moved: bool = True) -> str
     return t(pt=f"chaves aceitas aqui: {names}", en=f"keys accepted here: {names}")
 
 
-def _did_you_mean(name: str) -> str:
-    return t(pt=f"você quis dizer `{name}`?", en=f"did you mean `{name}`?")
+def did_you_mean(name: str | None) -> str:
+    return t(pt=f"você quis dizer `{name}`?", en=f"did you mean `{name}`?") if name else ""
 
 
 def _elsewhere(last: str, section: str | None, cutoff: float) -> str | None:
