@@ -225,11 +225,14 @@ def suggest(text: str, section: str | None = None, *, moved: bool = True) -> str
     if section is None:
         if near := nearest(text.split(".", 1)[0], [*sections(), *sections().values()], 0.7):
             return did_you_mean(near)
-        names = ", ".join(sections().values() if language() == "pt" else sections())
-        return t(pt=f"seções: {names}", en=f"sections: {names}")
+        return section_list()
     own = [o for o in options().values() if o.section == section]
     names = ", ".join(o.pt if language() == "pt" else o.name for o in own)
     return t(pt=f"chaves aceitas aqui: {names}", en=f"keys accepted here: {names}")
+
+
+def section_list() -> str:
+    return t(pt=f"seções: {', '.join(sections().values())}", en=f"sections: {', '.join(sections())}")
 
 
 def did_you_mean(name: str | None) -> str:

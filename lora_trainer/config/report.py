@@ -3,9 +3,10 @@
 The command line counts as a source: one "line" per argument.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import ErrorReport, t
 from .fields import printable
@@ -14,6 +15,11 @@ MAX_LINE_WIDTH = 120
 """Longer source lines are cut around the place in question."""
 Both = tuple[str, str]
 """A text in Portuguese and in English."""
+
+
+def filled(text: Both, told: Mapping[str, Any]) -> str:
+    """The text in the language in force, with what stands for its names."""
+    return t(pt=text[0], en=text[1]).format(**told)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from . import names
 from .entries import Entry
 from .fields import printable, value_of
 from .names import Key
-from .report import Both, Problem, Where
+from .report import Both, Problem, Where, filled
 from .schema import Config
 
 WITH_8BIT = ("adamw", "adamw8bit", "pagedadamw8bit", "lion8bit")
@@ -312,7 +312,7 @@ def _conflicting(facts: Facts) -> Iterator[Problem]:
         if conflict.holds(facts.config) and not facts.failed & {conflict.first, conflict.second}:
             told = {"first": facts.name(conflict.first), "second": facts.name(conflict.second), "c": facts.config}
             one, other = facts.where(conflict.first), facts.where(conflict.second)
-            message, hint = _filled(conflict.problem, told), _filled(conflict.hint, told)
+            message, hint = filled(conflict.problem, told), filled(conflict.hint, told)
             yield Problem(message, one or other, hint, other if one else None)
 
 
@@ -322,11 +322,7 @@ def _wrong(facts: Facts) -> Iterator[Problem]:
         if check.key in facts.entries and check.key not in facts.failed and (wrong := check.wrong(value)):
             doc = names.options()[check.key].doc
             told = {"name": facts.name(check.key), "value": value, "wrong": wrong, "doc": doc}
-            yield Problem(_filled(check.problem, told), facts.where(check.key), _filled(check.hint, told))
-
-
-def _filled(text: Both, told: Mapping[str, Any]) -> str:
-    return t(pt=text[0], en=text[1]).format(**told)
+            yield Problem(filled(check.problem, told), facts.where(check.key), filled(check.hint, told))
 
 
 def inside_run_folder(facts: Facts, name: str) -> Iterator[Problem]:
