@@ -15,7 +15,7 @@ from ..errors import t
 from . import names
 from .entries import Entry, Sheet, is_null, pairs
 from .names import Option
-from .report import Problem, Source, Where
+from .report import Source, Where
 from .values import convert
 from .yaml_text import compose
 
@@ -34,12 +34,15 @@ def read_file(text: str, source: Source) -> Sheet:
     sheet = Sheet(source)
     try:
         root, problem = compose(text, source)
-        if isinstance(root, yaml.MappingNode):
+        if problem:
+            sheet.broken = True
+            sheet.problems.append(problem)
+        elif isinstance(root, yaml.MappingNode):
             _read_root(root, sheet)
-        elif problem or (root is not None and not is_null(root)):
+        elif root is not None and not is_null(root):
             sheet.broken = True
             pt, en = "o arquivo precisa ter seções no primeiro nível", "the file needs sections at its top level"
-            sheet.problems.append(problem or Problem.at(sheet.place(root), pt=pt, en=en, hint=names.section_list()))
+            sheet.refuse(root, pt=pt, en=en, hint=names.section_list())
     except RecursionError:
         sheet.refuse(Where(source), pt="âncora YAML que se repete sem fim", en="YAML anchor that never ends")
     return sheet
