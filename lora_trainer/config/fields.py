@@ -6,6 +6,7 @@ which pydantic keeps as the field's description.
 """
 
 import contextlib
+import math
 import re
 import unicodedata
 from collections.abc import Mapping
@@ -105,23 +106,32 @@ def _share(value: Any) -> Any:
         return word
     if isinstance(word, bool) or (isinstance(word, str) and word in YES | NO):
         return 1.0 if word is True or word in YES else "no"
-    value = _number(value)
-    try:
-        share = float(value)
-    except (TypeError, ValueError):
-        share = -1.0
+    share = _float(_number(value))
     if not 0 <= share <= 1:
         raise PydanticCustomError("share", "expected auto, no or a number from 0 to 1")
     return share or "no"
 
 
+def _float(value: Any) -> float:
+    """Not a number where it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def _refuse_comma(text: str) -> None:
+    if _DECIMAL_COMMA.fullmatch(text):
+        raise PydanticCustomError("decimal_comma", "decimal comma", {"fixed": text.replace(",", ".")})
+
+
 def _number(value: Any) -> Any:
     if isinstance(value, bool):
         raise PydanticCustomError("number", "expected a number")
-    text = value.strip() if isinstance(value, str) else ""
-    if _DECIMAL_COMMA.fullmatch(text):
-        raise PydanticCustomError("decimal_comma", "decimal comma", {"fixed": text.replace(",", ".")})
-    return text if isinstance(value, str) else value
+    if isinstance(value, str):
+        value = value.strip()
+        _refuse_comma(value)
+    return value
 
 
 def typed(value: Any) -> Any:
@@ -136,8 +146,7 @@ def typed(value: Any) -> Any:
     text = value.strip()
     if text.lower() in YES | NO:
         return text.lower() in YES
-    if _DECIMAL_COMMA.fullmatch(text):
-        raise PydanticCustomError("decimal_comma", "decimal comma", {"fixed": text.replace(",", ".")})
+    _refuse_comma(text)
     for number in (int, float) if _NUMERAL.fullmatch(text) else ():
         with contextlib.suppress(ValueError):
             return number(text)
@@ -148,33 +157,21 @@ def _integer(value: Any) -> Any:
     value = _number(value)
     if isinstance(value, int) or (isinstance(value, str) and _WHOLE.fullmatch(value)):
         return value  # through a float, 2**63 - 1 would become 2**63
-    try:
-        as_float = float(value)
-    except (TypeError, ValueError):
-        return value
+    as_float = _float(value)
     return int(as_float) if as_float.is_integer() else value
 
 
 def _resolution(value: Any) -> Any:
     """512, "512", "512x768", "512,768" or [512, 768] -> (width, height)."""
-    if isinstance(value, str):
-        parts: list[Any] = value.lower().replace("×", "x").replace(",", "x").split("x")
-    elif isinstance(value, (list, tuple)):
-        parts = list(value)
-    else:
-        parts = [value]
-    try:
-        numbers = [int(float(p)) for p in parts if not isinstance(p, bool) and float(p).is_integer()]
-    except (TypeError, ValueError, OverflowError):
-        numbers = []
+    parts = list(value) if isinstance(value, (list, tuple)) else re.split("[x×,]", str(value).lower())
+    numbers = [int(_float(p)) for p in parts if not isinstance(p, bool) and _float(p).is_integer()]
     if len(numbers) != len(parts) or len(numbers) not in (1, 2):
         raise PydanticCustomError("resolution", "expected 512, 512x768 or [512, 768]")
     if min(numbers) < 64:
         raise PydanticCustomError("resolution_small", "sides must be at least 64")
     if max(numbers) > MAX_SIDE:
         raise PydanticCustomError("resolution_large", "sides must be at most 16384")
-    width, height = numbers[0], numbers[-1]
-    return (width, height)
+    return (numbers[0], numbers[-1])
 
 
 def printable(text: str) -> str:
@@ -231,12 +228,8 @@ def _rule(value: Any) -> Any:
 
 
 def _above_zero(value: Any, kind: Any, largest: float) -> Any:
-    value = (_integer if kind is int else _number)(value)
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = -1.0
-    if not 0 < number <= largest or (kind is int and number != int(number)):
+    number = _float((_integer if kind is int else _number)(value))
+    if not 0 < number <= largest or (kind is int and not number.is_integer()):
         raise PydanticCustomError("rule", "expected a number above zero")
     return kind(number)
 
