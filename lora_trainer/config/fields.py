@@ -39,16 +39,23 @@ def option(
     pt: str,
     words: Mapping[str, str] | None = None,
     elsewhere: str = "",
+    also_in: str = "",
     docs: str | None = None,
     **constraints: Any,
 ) -> Any:
     """Declare one option. `constraints` go to pydantic's Field (ge, gt, le, lt, …).
 
     `words`: Portuguese word -> the word used in code. `elsewhere`: what other trainers call it, for hints only; these names
-    are never accepted. `docs`: its text, where it is no attribute with a docstring.
+    are never accepted. `also_in`: another section where it is accepted. `docs`: its text, where it is no attribute with a
+    docstring.
     """
-    limits = {name: constraints[name] for name in LIMITS if name in constraints}
-    extra: dict[str, Any] = {"pt": pt, "words": dict(words or {}), "elsewhere": elsewhere.split(), "limits": limits}
+    extra: dict[str, Any] = {
+        "pt": pt,
+        "words": dict(words or {}),
+        "elsewhere": elsewhere.split(),
+        "also_in": also_in,
+        "limits": {name: constraints[name] for name in LIMITS if name in constraints},
+    }
     return Field(default, description=docs, json_schema_extra=extra, **constraints)
 
 

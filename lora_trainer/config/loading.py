@@ -94,23 +94,22 @@ def load(
     main = chain[-1]
     path = Path(path or NO_FILE)
     user = [*chain, read_arguments(command_line(overrides, Path.cwd()))]
-    below = [sheet for label, file in extra for sheet in _read_chain(file, label, remarks)]
-    entries = _merge([*below, *user])
+    sheets = [*(sheet for label, file in extra for sheet in _read_chain(file, label, remarks)), *user]
+    entries = _merge(sheets)
     facts, problems, said = _check(entries, main.source)
-    problems = [*(problem for sheet in [*below, *user] for problem in sheet.problems), *problems]
-    if not any(sheet.broken for sheet in [*below, *user]):
+    problems = [*(problem for sheet in sheets for problem in sheet.problems), *problems]
+    if not any(sheet.broken for sheet in sheets):
         problems += _missing(required, entries, main)
     name = _name(facts, path, main.source, problems)
     problems += rules.inside_run_folder(facts, name)
     if problems:
         raise report(problems, str(path))
     asked = preset or facts.config.memory.preset
-    chosen = None if asked in ("auto", "none") else asked
-    family, written = None, frozenset(_merge(user))
-    if chosen or any(sheet.families for sheet in [*below, *user]):
+    chosen, family = None if asked in ("auto", "none") else asked, None
+    if chosen or any(sheet.families for sheet in sheets):
         base = facts.config.model.base_or_architecture
         family = presets.family_of(base, facts.config.model.family)
-        entries = _with_families(chosen, below, user, (family, base), remarks)
+        entries = _with_families(chosen, sheets, (family, base), remarks)
         facts, problems, said = _check(entries, main.source)
         if problems:
             raise report(problems, str(path))
@@ -125,17 +124,13 @@ def load(
         notices=[*remarks, *said, *rounded, *notices.without_effect(facts)],
         preset=chosen,
         family=family,
-        written=written,
+        written=frozenset(_merge(user)),
         again=partial(load, path if main.source.is_file else None, overrides, extra, required=required),
     )
 
 
 def _with_families(
-    preset: str | None,
-    below: Sequence[Sheet],
-    user: Sequence[Sheet],
-    base: tuple[str | None, str | None],
-    remarks: list[str],
+    preset: str | None, sheets: Sequence[Sheet], base: tuple[str | None, str | None], remarks: list[str]
 ) -> dict[Key, Entry]:
     """All entries, now that the preset and the base (its family, where it is) are known."""
     family, path = base
@@ -143,8 +138,8 @@ def _with_families(
     ready = _read_chain(file, file.name, remarks) if file else []
     if problems := [problem for sheet in ready for problem in sheet.problems]:
         raise report(problems, str(file))
-    size = presets.size_of(path, family) if presets.sized([*ready, *below, *user], family) else None
-    mine = _merge([*presets.flatten(below, family, size), *presets.flatten(user, family, size)])
+    size = presets.size_of(path, family) if presets.sized([*ready, *sheets], family) else None
+    mine = _merge(presets.flatten(sheets, family, size))
     return _merge_entries(presets.yielding(_merge(presets.flatten(ready, family, size)), mine), mine)
 
 

@@ -71,7 +71,7 @@ def explain(code: str, value: Any, option: Option, written: str, context: Mappin
     told = {"name": f"`{written.rsplit('.', 1)[-1]}`", "shown": _show(value), "wanted": _wanted(code, option, lang)}
     message, hint = _SENTENCES.get("no value" if value is None else code, (_GOT, ("", "")))
     own = _hint(value, option, lang) if message is _GOT else ""
-    return filled(message, told | context), filled(hint, context) or own
+    return filled(message, {**told, **context}), filled(hint, context) or own
 
 
 def _wanted(code: str, option: Option, lang: str) -> str:

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from ..errors import language, t
 from .fields import NO, YES, docs_of
-from .schema import MOVED, Config
+from .schema import Config
 
 Key = tuple[str, str]
 """(section, option), in the English spelling."""
@@ -40,6 +40,8 @@ class Option:
     """Portuguese word -> the word used in code. A boolean `false` counts as "no", `true` as "yes"."""
     elsewhere: list[str]
     """What other trainers call it."""
+    also_in: str
+    """Another section where it is accepted."""
     many: bool
     nullable: bool
     default: Any
@@ -166,7 +168,7 @@ def by_shown(text: str) -> Option | None:
 def spellings(section: str) -> dict[str, Option]:
     """Every key accepted in a section, in both languages, with the options that are accepted there as guests."""
     own = [option for option in options().values() if option.section == section]
-    guests = [options()[home, name] for (guest_of, name), home in MOVED.items() if guest_of == section]
+    guests = [option for option in options().values() if option.also_in == section]
     return {spelling: option for option in own + guests for spelling in (option.name, option.pt)}
 
 

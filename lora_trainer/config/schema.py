@@ -283,11 +283,12 @@ class TrainingConfig(Section):
     """pt: Para neste número de passos do otimizador.
     en: Stop at this number of optimizer steps."""
     batch_size: Integer = option(
-        1, pt="tamanho_lote", ge=1, le=1024, elsewhere="train_batch_size per_device_train_batch_size micro_batch_size")
+        1, pt="tamanho_lote", ge=1, le=1024, also_in="data",
+        elsewhere="train_batch_size per_device_train_batch_size micro_batch_size")
     """pt: Imagens por micro-lote.
     en: Images per micro-batch."""
     gradient_accumulation_steps: Integer = option(
-        1, pt="passos_acumulacao_gradiente", ge=1, le=4096, elsewhere="gradient_accumulation")
+        1, pt="passos_acumulacao_gradiente", ge=1, le=4096, also_in="data", elsewhere="gradient_accumulation")
     """pt: Micro-lotes por passo do otimizador.
     en: Micro-batches per optimizer step."""
     learning_rate: Number = option(1e-4, pt="taxa_aprendizado", gt=0, le=10, elsewhere="lr unet_lr")
@@ -561,7 +562,3 @@ class Config(Section):
     samples: SamplesConfig = section(SamplesConfig, pt="amostras")
     """pt: Amostras.
     en: Previews."""
-
-
-MOVED = {("data", "batch_size"): "training", ("data", "gradient_accumulation_steps"): "training"}
-"""Options also accepted in another section, as the seeds show them: (section, option) -> where they live."""

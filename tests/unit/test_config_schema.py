@@ -6,7 +6,7 @@ import re
 import pytest
 
 from lora_trainer.config import json_schema, names
-from lora_trainer.config.schema import MOVED, Config
+from lora_trainer.config.schema import Config
 
 
 def test_schema_json_is_up_to_date() -> None:
@@ -42,7 +42,7 @@ def test_every_option_is_declared_whole() -> None:
 @pytest.mark.parametrize("section", list(names.sections()))
 def test_no_spelling_means_two_options(section: str) -> None:
     own = [o for o in names.options().values() if o.section == section]
-    guests = [names.options()[home, name] for (guest, name), home in MOVED.items() if guest == section]
+    guests = [o for o in names.options().values() if o.also_in == section]
     for one, other in itertools.combinations(own + guests, 2):
         assert not {one.name, one.pt} & {other.name, other.pt}
 
