@@ -20,7 +20,8 @@ from .schema import Config
 Key = tuple[str, str]
 """(section, option), in the English spelling."""
 
-PATH_KINDS = ("local_path", "folder", "output_folder", "path_or_hub")
+INPUT_KINDS = ("local_path", "folder", "path_or_hub")
+PATH_KINDS = (*INPUT_KINDS, "output_folder")
 KINDS = ("boolean", "number", "integer", "resolution", "text", "share", *PATH_KINDS)
 NUMBER_KINDS = ("number", "integer", "resolution", "share")
 

@@ -23,7 +23,6 @@ WITH_8BIT = ("adamw", "adamw8bit", "pagedadamw8bit", "lion8bit")
 NOT_SEPARABLE = ("prodigy", "schedulefree_adamw")
 """Optimizers with one estimate, or one average of the run, for all parameters."""
 MAX_NAME_BYTES = 120
-INPUT_KINDS = ("local_path", "folder", "path_or_hub")
 
 _RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
 
@@ -331,7 +330,7 @@ def inside_run_folder(facts: Facts, name: str) -> Iterator[Problem]:
     own_name: Key = ("output", "name")
     for key, option in names.options().items():
         value = value_of(facts.config, key)
-        if option.kind not in INPUT_KINDS or key in facts.failed or not value or not name.strip():
+        if option.kind not in names.INPUT_KINDS or key in facts.failed or not value or not name.strip():
             continue
         path = Path(os.path.realpath(value))
         if os.path.isabs(value) and (path == run or run in path.parents):
