@@ -13,7 +13,6 @@ from .names import Option
 from .report import Both, filled
 from .yaml_text import SINGLE_QUOTES
 
-
 _GOT = ("{name}: esperava {wanted}, veio {shown}", "{name}: expected {wanted}, got {shown}")
 
 _SENTENCES: dict[str, tuple[Both, Both]] = {
