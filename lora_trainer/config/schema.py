@@ -58,11 +58,6 @@ class ModelConfig(Section):
     tokenizer: Folder | None = option(None, pt="tokenizador")
     """pt: Pasta do tokenizador (ou com as subpastas tokenizer, tokenizer_2), quando o modelo base não o traz.
     en: Folder of the tokenizer (or with sub-folders tokenizer, tokenizer_2), when the base brings none."""
-    @property
-    def base_or_architecture(self) -> str | None:
-        """For planning, which config files tell as much as a whole base."""
-        return self.base_model or self.architecture
-
     architecture: Folder | None = option(None, pt="arquitetura")
     """pt: Pasta com config.json no formato diffusers, para arquivos únicos de tamanho fora do comum.
     en: Folder with diffusers config.json files, for single files of an unusual size."""
@@ -131,6 +126,11 @@ class ModelConfig(Section):
     """pt: LoRA que o modelo base usa só no treino, como o adaptador de treino do Z-Image Turbo; fora do arquivo final.
     en: LoRA that the base wears while training only, such as Z-Image Turbo's training adapter; not in the final
     file."""
+
+    @property
+    def base_or_architecture(self) -> str | None:
+        """For planning, which config files tell as much as a whole base."""
+        return self.base_model or self.architecture
 
 
 class DataConfig(Section):
