@@ -11,6 +11,7 @@ import psutil
 from ..atomic import replacing
 from ..errors import MachineError, t
 from . import names
+from .fields import value_of
 from .loading import Loaded
 from .names import Option
 from .schema import Config
@@ -24,7 +25,7 @@ def dump(config: Config, origins: Mapping[str, str], title: str = "") -> str:
     for section, section_pt in names.sections().items():
         lines.append(f"{section_pt}:")
         for option in (o for o in names.options().values() if o.section == section):
-            text = f"  {option.pt}: {_value(getattr(getattr(config, section), option.name), option)}"
+            text = f"  {option.pt}: {_value(value_of(config, option.key), option)}"
             origin = origins.get(option.shown("pt"), "")
             lines.append(f"{text}  # {origin}" if origin else text)
     return "\n".join(lines) + "\n"

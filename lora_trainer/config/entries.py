@@ -49,70 +49,60 @@ class Sheet:
     broken: bool = False
     """Part of the source could not be read, so an option that seems missing may well be there."""
 
+    def place(self, node: yaml.Node) -> Where:
+        start, end = node.start_mark, node.end_mark
+        if start.line >= len(self.source.lines):
+            return Where(self.source, len(self.source.lines) - 1)
+        stop = end.column if end.line == start.line else len(self.source.lines[start.line])
+        return Where(self.source, start.line, start.column, stop)
 
-def pairs(node: yaml.MappingNode, sheet: Sheet) -> Iterator[tuple[yaml.ScalarNode, yaml.Node, bool]]:
+    def refuse(self, at: yaml.Node | Where, *, pt: str, en: str, hint: str = "", also: Where | None = None) -> None:
+        where = at if isinstance(at, Where) else self.place(at)
+        self.problems.append(Problem.at(where, pt=pt, en=en, hint=hint, also=also))
+
+    def add(self, entry: Entry) -> None:
+        first = self.entries.setdefault(entry.option.key, entry)
+        if first is not entry:
+            self.repeated(entry.written, entry.key_where, first.written, first.key_where)
+
+    def repeated(self, written: str, at: yaml.Node | Where, first: str, first_where: Where) -> None:
+        hint = t(pt="deixe só uma das duas", en="keep only one of the two")
+        if written == first:
+            pt, en = f"`{written}` aparece duas vezes", f"`{written}` appears twice"
+        else:
+            short = written.rsplit(".", 1)[-1], first.rsplit(".", 1)[-1]
+            one, other = short if short[0] != short[1] else (written, first)
+            pt, en = f"`{one}` repete `{other}`: são a mesma opção", f"`{one}` repeats `{other}`: they are the same option"
+        self.refuse(at, pt=pt, en=en, hint=hint, also=first_where)
+
+    def unknown(self, at: yaml.Node | Where, written: str, section: str | None) -> None:
+        hint = names.suggest(written, section)
+        if self.source.is_file and "." in written and section is None:
+            hint = t(
+                pt="no arquivo, escreva a seção numa linha e a chave abaixo, com recuo",
+                en="in a file, write the section on one line and the key below it, indented",
+            )
+        self.refuse(at, pt=f"chave desconhecida `{written}`", en=f"unknown key `{written}`", hint=hint)
+
+
+def pairs(node: yaml.Node, sheet: Sheet) -> Iterator[tuple[yaml.ScalarNode, yaml.Node, bool]]:
     """(key, value, came through `<<`), a merged key only where the mapping itself does not set it."""
     own: dict[str, yaml.ScalarNode] = {}
     merged: dict[str, tuple[yaml.ScalarNode, yaml.Node]] = {}
-    for key, value in node.value:
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         if key.tag == _MERGE:
             for mapping in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                for k, v, _ in pairs(mapping, sheet) if isinstance(mapping, yaml.MappingNode) else ():
+                for k, v, _ in pairs(mapping, sheet):
                     merged.setdefault(k.value, (k, v))
         elif not isinstance(key, yaml.ScalarNode):
-            complain(sheet, where_of(key, sheet), t(pt="uma chave precisa ser um nome", en="a key must be a name"), "")
+            sheet.refuse(key, pt="uma chave precisa ser um nome", en="a key must be a name")
         elif key.value in own:
-            duplicate(sheet, key.value, where_of(key, sheet), key.value, where_of(own[key.value], sheet))
+            sheet.repeated(key.value, key, key.value, sheet.place(own[key.value]))
         else:
             own[key.value] = key
             yield key, value, False
     yield from ((k, v, True) for name, (k, v) in merged.items() if name not in own)
 
 
-def add(sheet: Sheet, entry: Entry) -> None:
-    first = sheet.entries.get(entry.option.key)
-    if first is not None:
-        duplicate(sheet, entry.written, entry.key_where, first.written, first.key_where)
-    else:
-        sheet.entries[entry.option.key] = entry
-
-
-def duplicate(sheet: Sheet, written: str, where: Where, first: str, first_where: Where) -> None:
-    last, first_last = written.rsplit(".", 1)[-1], first.rsplit(".", 1)[-1]
-    if written == first:
-        message = t(pt=f"`{written}` aparece duas vezes", en=f"`{written}` appears twice")
-    else:
-        shown = (last, first_last) if last != first_last else (written, first)
-        message = t(
-            pt=f"`{shown[0]}` repete `{shown[1]}`: são a mesma opção",
-            en=f"`{shown[0]}` repeats `{shown[1]}`: they are the same option",
-        )
-    complain(sheet, where, message, t(pt="deixe só uma das duas", en="keep only one of the two"), first_where)
-
-
-def unknown(sheet: Sheet, where: Where, written: str, section: str | None) -> None:
-    what = t(pt="chave desconhecida", en="unknown key")
-    if sheet.source.is_file and "." in written and section is None:
-        hint = t(
-            pt="no arquivo, escreva a seção numa linha e a chave abaixo, com recuo",
-            en="in a file, write the section on one line and the key below it, indented",
-        )
-    else:
-        hint = names.suggest(written, section)
-    complain(sheet, where, f"{what} `{written}`", hint)
-
-
-def complain(sheet: Sheet, where: Where, message: str, hint: str, also: Where | None = None) -> None:
-    sheet.problems.append(Problem(message, where, hint, also))
-
-
 def is_null(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode) and node.style is None and node.value in NULLS
-
-
-def where_of(node: yaml.Node, sheet: Sheet) -> Where:
-    start, end = node.start_mark, node.end_mark
-    if start.line >= len(sheet.source.lines):
-        return Where(sheet.source, len(sheet.source.lines) - 1)
-    stop = end.column if end.line == start.line else len(sheet.source.lines[start.line])
-    return Where(sheet.source, start.line, start.column, stop)

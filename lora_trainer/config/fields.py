@@ -1,16 +1,20 @@
-"""How an option is declared: once, with both names, one line of documentation in each language, its range and default.
+"""How an option is declared: once, with both names, its words, range and default, and one text in each language below it.
 
 Attribute names are the English spelling; `pt` is the Portuguese one. Everything else (accepted keys, JSON Schema, the
-effective config, error messages) is derived from the declaration.
+effective config, error messages) is derived from the declaration. The text is the attribute's docstring, `pt: … en: …`,
+which pydantic keeps as the field's description.
 """
 
 import contextlib
+import math
 import re
 import unicodedata
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 YES = {"sim", "yes", "true", "on", "ligado", "verdadeiro"}
@@ -23,20 +27,69 @@ _NUMERAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?|[-+]?inf(inity)?", re
 _WHOLE = re.compile(r"[-+]?[\d_]+")
 
 
-def option(default: Any, *, pt: str, doc_pt: str, doc_en: str, **constraints: Any) -> Any:
-    """Declare one option. `constraints` go to pydantic's Field (ge, gt, le, lt, …)."""
-    return Field(default, json_schema_extra={"pt": pt, "doc_pt": doc_pt, "doc_en": doc_en}, **constraints)
+LIMITS = ("ge", "gt", "le", "lt", "multiple_of")
+NO_WORDS = {"nao": "no", "não": "no"}
+YES_NO_WORDS = {"sim": "yes", **NO_WORDS}
+"""Portuguese word -> the word used in code."""
 
 
-def section(model: type[BaseModel], *, pt: str, doc_pt: str, doc_en: str) -> Any:
-    extra: dict[str, Any] = {"pt": pt, "doc_pt": doc_pt, "doc_en": doc_en}
-    return Field(default_factory=model, json_schema_extra=extra)
+def option(
+    default: Any,
+    *,
+    pt: str,
+    words: Mapping[str, str] | None = None,
+    elsewhere: str = "",
+    also_in: str = "",
+    docs: str | None = None,
+    **constraints: Any,
+) -> Any:
+    """Declare one option. `constraints` go to pydantic's Field (ge, gt, le, lt, …).
+
+    `words`: Portuguese word -> the word used in code. `elsewhere`: what other trainers call it, for hints only; these names
+    are never accepted. `also_in`: another section where it is accepted. `docs`: its text, where it is no attribute with a
+    docstring.
+    """
+    extra: dict[str, Any] = {
+        "pt": pt,
+        "words": dict(words or {}),
+        "elsewhere": elsewhere.split(),
+        "also_in": also_in,
+        "limits": {name: constraints[name] for name in LIMITS if name in constraints},
+    }
+    return Field(default, description=docs, json_schema_extra=extra, **constraints)
+
+
+def section(model: type[BaseModel], *, pt: str) -> Any:
+    return Field(default_factory=model, json_schema_extra={"pt": pt})
+
+
+def docs_of(field: FieldInfo) -> tuple[str, str]:
+    """What a declaration says of itself, in Portuguese and in English."""
+    assert field.description, "an option without a text"
+    pt, _, en = field.description.removeprefix("pt: ").partition("\nen: ")
+    return " ".join(pt.split()), " ".join(en.split())
+
+
+Settings = TypeVar("Settings", bound=BaseModel)
 
 
 class Section(BaseModel):
     """A group of options. Unknown keys are refused; nobody receives more than the section they need."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, use_attribute_docstrings=True)
+
+
+def value_of(config: BaseModel, key: tuple[str, str]) -> Any:
+    """Of an option, by its section and name."""
+    return getattr(getattr(config, key[0]), key[1])
+
+
+def with_values(config: Settings, values: Mapping[tuple[str, str], Any]) -> Settings:
+    """The config with some options replaced."""
+    for (section, name), value in values.items():
+        changed = getattr(config, section).model_copy(update={name: value})
+        config = config.model_copy(update={section: changed})
+    return config
 
 
 def _boolean(value: Any) -> Any:
@@ -60,23 +113,32 @@ def _share(value: Any) -> Any:
         return word
     if isinstance(word, bool) or (isinstance(word, str) and word in YES | NO):
         return 1.0 if word is True or word in YES else "no"
-    value = _number(value)
-    try:
-        share = float(value)
-    except (TypeError, ValueError):
-        share = -1.0
+    share = _float(_number(value))
     if not 0 <= share <= 1:
         raise PydanticCustomError("share", "expected auto, no or a number from 0 to 1")
     return share or "no"
 
 
+def _float(value: Any) -> float:
+    """Not a number where it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def _refuse_comma(text: str) -> None:
+    if _DECIMAL_COMMA.fullmatch(text):
+        raise PydanticCustomError("decimal_comma", "decimal comma", {"fixed": text.replace(",", ".")})
+
+
 def _number(value: Any) -> Any:
     if isinstance(value, bool):
         raise PydanticCustomError("number", "expected a number")
-    text = value.strip() if isinstance(value, str) else ""
-    if _DECIMAL_COMMA.fullmatch(text):
-        raise PydanticCustomError("decimal_comma", "decimal comma", {"fixed": text.replace(",", ".")})
-    return text if isinstance(value, str) else value
+    if isinstance(value, str):
+        value = value.strip()
+        _refuse_comma(value)
+    return value
 
 
 def typed(value: Any) -> Any:
@@ -91,8 +153,7 @@ def typed(value: Any) -> Any:
     text = value.strip()
     if text.lower() in YES | NO:
         return text.lower() in YES
-    if _DECIMAL_COMMA.fullmatch(text):
-        raise PydanticCustomError("decimal_comma", "decimal comma", {"fixed": text.replace(",", ".")})
+    _refuse_comma(text)
     for number in (int, float) if _NUMERAL.fullmatch(text) else ():
         with contextlib.suppress(ValueError):
             return number(text)
@@ -103,33 +164,21 @@ def _integer(value: Any) -> Any:
     value = _number(value)
     if isinstance(value, int) or (isinstance(value, str) and _WHOLE.fullmatch(value)):
         return value  # through a float, 2**63 - 1 would become 2**63
-    try:
-        as_float = float(value)
-    except (TypeError, ValueError):
-        return value
+    as_float = _float(value)
     return int(as_float) if as_float.is_integer() else value
 
 
 def _resolution(value: Any) -> Any:
     """512, "512", "512x768", "512,768" or [512, 768] -> (width, height)."""
-    if isinstance(value, str):
-        parts: list[Any] = value.lower().replace("×", "x").replace(",", "x").split("x")
-    elif isinstance(value, (list, tuple)):
-        parts = list(value)
-    else:
-        parts = [value]
-    try:
-        numbers = [int(float(p)) for p in parts if not isinstance(p, bool) and float(p).is_integer()]
-    except (TypeError, ValueError, OverflowError):
-        numbers = []
+    parts = list(value) if isinstance(value, (list, tuple)) else re.split("[x×,]", str(value).lower())
+    numbers = [int(_float(p)) for p in parts if not isinstance(p, bool) and _float(p).is_integer()]
     if len(numbers) != len(parts) or len(numbers) not in (1, 2):
         raise PydanticCustomError("resolution", "expected 512, 512x768 or [512, 768]")
     if min(numbers) < 64:
         raise PydanticCustomError("resolution_small", "sides must be at least 64")
     if max(numbers) > MAX_SIDE:
         raise PydanticCustomError("resolution_large", "sides must be at most 16384")
-    width, height = numbers[0], numbers[-1]
-    return (width, height)
+    return (numbers[0], numbers[-1])
 
 
 def printable(text: str) -> str:
@@ -186,12 +235,8 @@ def _rule(value: Any) -> Any:
 
 
 def _above_zero(value: Any, kind: Any, largest: float) -> Any:
-    value = (_integer if kind is int else _number)(value)
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = -1.0
-    if not 0 < number <= largest or (kind is int and number != int(number)):
+    number = _float((_integer if kind is int else _number)(value))
+    if not 0 < number <= largest or (kind is int and not number.is_integer()):
         raise PydanticCustomError("rule", "expected a number above zero")
     return kind(number)
 
@@ -200,11 +245,11 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, dict) else value
 
 
-# The string in each type is its kind, which loading reads to know how to treat what the user wrote.
+# The string in each type is its kind, which loading reads to know how to treat what the user wrote; a mapping is its words.
 Boolean = Annotated[bool, BeforeValidator(_boolean), "boolean"]
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False), "number"]
 Integer = Annotated[int, BeforeValidator(_integer), "integer"]
-Switch = Annotated[Literal["auto", "yes", "no"], BeforeValidator(_switch)]
+Switch = Annotated[Literal["auto", "yes", "no"], BeforeValidator(_switch), YES_NO_WORDS]
 """The program decides, unless the user does."""
 Free = Annotated[dict[str, Any], BeforeValidator(typed)]
 """Names and values that a library knows, not we."""
@@ -213,7 +258,10 @@ Share = Annotated[float | Literal["auto", "no"], BeforeValidator(_share), "share
 Resolution = Annotated[tuple[int, int], BeforeValidator(_resolution), "resolution"]
 Text = Annotated[str, BeforeValidator(_text), "text"]
 LocalPath = Annotated[str, BeforeValidator(_path), "local_path"]
-"""A path, resolved at load; keys of this type may not hold a hub id."""
+"""A path of a file or folder, resolved at load; keys of this type may not hold a hub id."""
+Folder = Annotated[str, BeforeValidator(_path), "folder"]
+OutputFolder = Annotated[str, BeforeValidator(_path), "output_folder"]
+"""Made when needed, but it must be possible to write there."""
 PathOrHub = Annotated[str, BeforeValidator(_path), "path_or_hub"]
 """A path if it looks like one or exists, else a Hugging Face id `owner/name`."""
 Rules = Annotated[list[Annotated[dict[str, Any], BeforeValidator(_rule)]], BeforeValidator(_listed)]

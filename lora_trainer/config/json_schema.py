@@ -11,10 +11,10 @@ from typing import Any
 
 from .. import plugins
 from . import names
-from .fields import NO, YES
+from .fields import NO, YES, docs_of
 from .names import Option
 from .reading import EXTENDS, FAMILIES, HOLDER_PREFIX, SIZE, SIZES
-from .schema import WORDS, Config
+from .schema import Config
 
 DEFAULT_PATH = Path(__file__).parents[2] / "configs" / "schema.json"
 
@@ -22,31 +22,21 @@ _REFERENCE = {"type": "string", "pattern": r"\$\{.+\}"}
 
 
 def build() -> dict[str, Any]:
-    definitions: dict[str, Any] = {
-        f"{option.section}.{option.name}": _option(option) for option in names.options().values()
-    }
-    properties: dict[str, Any] = {}
-    for section, section_pt in names.sections().items():
-        definitions[section] = _section(section)
-        properties |= {name: {"$ref": f"#/definitions/{section}"} for name in (section_pt, section)}
+    definitions = {f"{option.section}.{option.name}": _option(option) for option in names.options().values()}
+    sections = {section: _section(section) for section in names.sections()}
+    properties = {name: _definition(section) for section, pt in names.sections().items() for name in (pt, section)}
     parents = {
         "description": "Outro arquivo, ou lista de arquivos, de onde partir.\nAnother file, or files, to start from.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
-    definitions["family"] = {
-        "description": "O que vale só para bases desta família.\nWhat holds only for bases of this family.",
-        "type": ["object", "null"],
-        "additionalProperties": False,
-        "properties": properties | dict.fromkeys(SIZES, _sizes(properties)),
-    }
-    families = {
-        "description": "Seções por família do modelo base.\nSections by the base's family.",
-        "type": ["object", "null"],
-        "additionalProperties": False,
-        "properties": {
-            name: {"$ref": "#/definitions/family"} for name in plugins.available("lora_trainer.families")
-        },
-    }
+    family = _mapping(
+        "O que vale só para bases desta família.\nWhat holds only for bases of this family.",
+        properties | dict.fromkeys(SIZES, _sizes(properties)),
+    )
+    families = _mapping(
+        "Seções por família do modelo base.\nSections by the base's family.",
+        {name: _definition("family") for name in plugins.available("lora_trainer.families")},
+    )
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "lora-trainer",
@@ -54,7 +44,20 @@ def build() -> dict[str, Any]:
         "additionalProperties": False,
         "patternProperties": {f"^{HOLDER_PREFIX}": {}},
         "properties": properties | dict.fromkeys(EXTENDS, parents) | dict.fromkeys(FAMILIES, families),
-        "definitions": definitions,
+        "definitions": {**definitions, **sections, "family": family},
+    }
+
+
+def _definition(name: str) -> dict[str, str]:
+    return {"$ref": f"#/definitions/{name}"}
+
+
+def _mapping(description: str, properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "description": description,
+        "type": ["object", "null"],
+        "additionalProperties": False,
+        "properties": properties,
     }
 
 
@@ -70,14 +73,9 @@ def _sizes(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def _section(section: str) -> dict[str, Any]:
-    extra: Any = Config.model_fields[section].json_schema_extra
-    spellings = names.spellings(section).items()
-    return {
-        "description": f"{extra['doc_pt']}\n{extra['doc_en']}",
-        "type": ["object", "null"],
-        "additionalProperties": False,
-        "properties": {word: {"$ref": f"#/definitions/{o.section}.{o.name}"} for word, o in spellings},
-    }
+    accepted = names.spellings(section).items()
+    properties = {word: _definition(f"{option.section}.{option.name}") for word, option in accepted}
+    return _mapping("\n".join(docs_of(Config.model_fields[section])), properties)
 
 
 def _option(option: Option) -> dict[str, Any]:
@@ -91,34 +89,38 @@ def _option(option: Option) -> dict[str, Any]:
     return described if default is None else described | {"default": default}
 
 
+_LIMITS = {
+    "ge": "minimum",
+    "gt": "exclusiveMinimum",
+    "le": "maximum",
+    "lt": "exclusiveMaximum",
+    "multiple_of": "multipleOf",
+}
+
+
 def _forms(option: Option) -> list[dict[str, Any]]:
     """Everything that may be written for one value of the option."""
     if option.kind == "boolean":
-        words = sorted(YES | NO)
-        return [{"type": "boolean"}, {"enum": words}, _REFERENCE]
+        return [{"type": "boolean"}, {"enum": sorted(YES | NO)}, _REFERENCE]
     if option.kind == "choice":
-        words = [*dict.fromkeys([*WORDS.get(option.name, {}), *option.choices])]
         booleans = [{"type": "boolean"}] if "no" in option.choices else []
-        return [{"enum": words}, *booleans, _REFERENCE]
+        return [_enum(*option.words, *option.choices), *booleans, _REFERENCE]
     if option.kind == "share":
-        words = [*WORDS.get(option.name, {}), "auto", *sorted(YES | NO)]
-        return [{"type": "number", "minimum": 0, "maximum": 1}, {"enum": list(dict.fromkeys(words))}, _REFERENCE]
+        share = {"type": "number", "minimum": 0, "maximum": 1}
+        return [share, _enum(*option.words, "auto", *sorted(YES | NO)), _REFERENCE]
     if option.kind in ("integer", "number"):
-        limits = {
-            {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}.get(
-                k, "multipleOf"
-            ): v
-            for k, v in option.limits.items()
-        }
+        limits = {_LIMITS[name]: limit for name, limit in option.limits.items()}
         return [{"type": "number", **limits}, {"type": "string", "pattern": r"^[-+0-9.eE]+$"}, _REFERENCE]
     if option.kind == "resolution":
         side = {"type": "integer", "minimum": 64}
         pair = {"type": "array", "items": side, "minItems": 1, "maxItems": 2}
         return [side, pair, {"type": "string", "pattern": r"^\s*\d+(\s*[x×X,]\s*\d+)?\s*$"}, _REFERENCE]
-    if option.kind == "any":
-        return [{"type": "object"}]
     # Text keeps what is written, even where YAML sees a number.
-    return [{"type": ["string", "number"]}] if option.kind == "text" else [{"type": "string"}]
+    return [{"type": {"any": "object", "text": ["string", "number"]}.get(option.kind, "string")}]
+
+
+def _enum(*words: Any) -> dict[str, Any]:
+    return {"enum": list(dict.fromkeys(words))}
 
 
 def text() -> str:

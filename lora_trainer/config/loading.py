@@ -7,9 +7,9 @@ path, so `preset: auto` is left open here: `Loaded.with_preset` loads again once
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from ..errors import ConfigError, set_language, t
 from . import interpolation, messages, names, notices, paths, presets, rules
 from .entries import Entry, Sheet
-from .fields import printable
+from .fields import printable, value_of, with_values
 from .names import Key
 from .reading import read_arguments, read_file
 from .report import Problem, Source, Where, command_line, report
@@ -68,7 +68,7 @@ class Loaded:
     @property
     def settled(self) -> frozenset[Key]:
         """Options that are the user's own and not `auto`: nobody else's to change."""
-        return frozenset(key for key in self.written if getattr(getattr(self.config, key[0]), key[1]) != "auto")
+        return frozenset(key for key in self.written if value_of(self.config, key) != "auto")
 
     def with_preset(self, name: str) -> "Loaded":
         """The same sources over this preset. What the user wrote stays stronger."""
@@ -94,30 +94,29 @@ def load(
     main = chain[-1]
     path = Path(path or NO_FILE)
     user = [*chain, read_arguments(command_line(overrides, Path.cwd()))]
-    below = [sheet for label, file in extra for sheet in _read_chain(file, label, remarks)]
-    entries = _merge([*below, *user])
+    sheets = [*(sheet for label, file in extra for sheet in _read_chain(file, label, remarks)), *user]
+    entries = _merge(sheets)
     facts, problems, said = _check(entries, main.source)
-    problems = [*(problem for sheet in [*below, *user] for problem in sheet.problems), *problems]
-    if not any(sheet.broken for sheet in [*below, *user]):
+    problems = [*(problem for sheet in sheets for problem in sheet.problems), *problems]
+    if not any(sheet.broken for sheet in sheets):
         problems += _missing(required, entries, main)
     name = _name(facts, path, main.source, problems)
     problems += rules.inside_run_folder(facts, name)
     if problems:
         raise report(problems, str(path))
     asked = preset or facts.config.memory.preset
-    chosen = None if asked in ("auto", "none") else asked
-    family, written = None, frozenset(_merge(user))
-    if chosen or any(sheet.families for sheet in [*below, *user]):
+    chosen, family = None if asked in ("auto", "none") else asked, None
+    if chosen or any(sheet.families for sheet in sheets):
         base = facts.config.model.base_or_architecture
         family = presets.family_of(base, facts.config.model.family)
-        entries = _with_families(chosen, below, user, (family, base), remarks)
+        entries = _with_families(chosen, sheets, (family, base), remarks)
         facts, problems, said = _check(entries, main.source)
         if problems:
             raise report(problems, str(path))
     config, rounding, rounded = notices.rounded(facts)
     set_language(config.system.language)
     return Loaded(
-        config=config.model_copy(update={"output": config.output.model_copy(update={"name": name})}),
+        config=with_values(config, {("output", "name"): name}),
         path=path,
         base_dir=main.source.base_dir,
         name=name,
@@ -125,17 +124,13 @@ def load(
         notices=[*remarks, *said, *rounded, *notices.without_effect(facts)],
         preset=chosen,
         family=family,
-        written=written,
+        written=frozenset(_merge(user)),
         again=partial(load, path if main.source.is_file else None, overrides, extra, required=required),
     )
 
 
 def _with_families(
-    preset: str | None,
-    below: Sequence[Sheet],
-    user: Sequence[Sheet],
-    base: tuple[str | None, str | None],
-    remarks: list[str],
+    preset: str | None, sheets: Sequence[Sheet], base: tuple[str | None, str | None], remarks: list[str]
 ) -> dict[Key, Entry]:
     """All entries, now that the preset and the base (its family, where it is) are known."""
     family, path = base
@@ -143,9 +138,9 @@ def _with_families(
     ready = _read_chain(file, file.name, remarks) if file else []
     if problems := [problem for sheet in ready for problem in sheet.problems]:
         raise report(problems, str(file))
-    size = presets.size_of(path, family) if presets.sized([*ready, *below, *user], family) else None
-    mine = _merge([*presets.flatten(below, family, size), *presets.flatten(user, family, size)])
-    return _merge_entries(presets.yielding(_merge([*presets.flatten(ready, family, size)]), mine), mine)
+    size = presets.size_of(path, family) if presets.sized([*ready, *sheets], family) else None
+    mine = _merge(presets.flatten(sheets, family, size))
+    return _merge_entries(presets.yielding(_merge(presets.flatten(ready, family, size)), mine), mine)
 
 
 # -- sources
@@ -153,35 +148,27 @@ def _read_user(path: Path | None, overrides: Sequence[str], remarks: list[str]) 
     """The sheets of the user's file and of those it extends; an empty one where there is no file."""
     if path is None:
         set_language(_asked_language("", overrides))
-        title = t(pt="linha de comando", en="command line")
-        return [Sheet(Source(title, title, (), Path.cwd(), is_file=False))]
+        return [Sheet(command_line((), Path.cwd()))]
     text, _ = _read_text(path)
     set_language(_asked_language(text, overrides))
     return _read_chain(path, "", remarks)
 
 
 def _read_text(path: Path) -> tuple[str, str]:
+    wanted = t(pt="--config espera um arquivo YAML", en="--config wants a YAML file")
     if path.is_dir():
-        raise ConfigError(
-            t(pt=f"`{path}` é uma pasta", en=f"`{path}` is a folder"),
-            t(pt="--config espera um arquivo YAML", en="--config wants a YAML file"),
-        )
+        raise ConfigError(t(pt=f"`{path}` é uma pasta", en=f"`{path}` is a folder"), wanted)
     if not path.exists():
-        raise ConfigError(
-            t(pt=f"o arquivo de configuração `{path}` não existe", en=f"the config file `{path}` does not exist"),
-            paths.near_matches(path.absolute()),
-        )
+        problem = t(pt=f"o arquivo de configuração `{path}` não existe", en=f"the config file `{path}` does not exist")
+        raise ConfigError(problem, paths.near_matches(path.absolute()))
     if path.stat().st_size > MAX_BYTES:
-        raise ConfigError(
-            t(pt=f"`{path}` é grande demais para uma configuração", en=f"`{path}` is too large for a config"),
-            t(pt="--config espera um arquivo YAML", en="--config wants a YAML file"),
-        )
+        problem = t(pt=f"`{path}` é grande demais para uma configuração", en=f"`{path}` is too large for a config")
+        raise ConfigError(problem, wanted)
     try:
         return decode(path.read_bytes(), path)
     except OSError as error:
-        raise ConfigError(
-            t(pt=f"não consigo ler `{path}`: {error.strerror}", en=f"cannot read `{path}`: {error.strerror}")
-        ) from error
+        problem = t(pt=f"não consigo ler `{path}`: {error.strerror}", en=f"cannot read `{path}`: {error.strerror}")
+        raise ConfigError(problem) from error
 
 
 def _asked_language(text: str, overrides: Sequence[str]) -> str:
@@ -206,9 +193,7 @@ def _read_chain(path: Path, label: str, remarks: list[str], seen: tuple[Path, ..
         parent = Path(os.path.normpath(path.parent / os.path.expanduser(written)))
         if parent.resolve() in chain:
             circle = " -> ".join(p.name for p in [*chain, parent])
-            sheet.problems.append(
-                Problem(t(pt=f"`herda` em círculo: {circle}", en=f"`extends` goes in a circle: {circle}"), where)
-            )
+            sheet.refuse(where, pt=f"`herda` em círculo: {circle}", en=f"`extends` goes in a circle: {circle}")
             continue
         try:
             below += _read_chain(parent, label, remarks, tuple(chain))
@@ -217,12 +202,9 @@ def _read_chain(path: Path, label: str, remarks: list[str], seen: tuple[Path, ..
     return [*below, sheet]
 
 
-def _merge(sheets: Sequence[Sheet]) -> dict[Key, Entry]:
+def _merge(sheets: Iterable[Sheet]) -> dict[Key, Entry]:
     """The strongest entry of each option; free-form mappings are joined key by key."""
-    merged: dict[Key, Entry] = {}
-    for sheet in sheets:
-        merged = _merge_entries(merged, sheet.entries)
-    return merged
+    return reduce(_merge_entries, (sheet.entries for sheet in sheets), {})
 
 
 def _merge_entries(weaker: Mapping[Key, Entry], stronger: Mapping[Key, Entry]) -> dict[Key, Entry]:
@@ -282,11 +264,8 @@ def _missing(required: Sequence[Key], entries: Mapping[Key, Entry], main: Sheet)
             continue
         option = names.options()[key]
         where = entries[key].where if key in entries else main.section_places.get(option.section)
-        yield Problem(
-            t(pt=f"falta `{option.shown('pt')}`", en=f"`{option.shown('en')}` is missing"),
-            where or Where(main.source),
-            t(pt=option.doc_pt, en=option.doc_en),
-        )
+        pt, en = f"falta `{option.shown('pt')}`", f"`{option.shown('en')}` is missing"
+        yield Problem.at(where or Where(main.source), pt=pt, en=en, hint=option.doc)
 
 
 def _name(facts: rules.Facts, path: Path, main: Source, problems: list[Problem]) -> str:

@@ -10,124 +10,90 @@ from ..errors import t
 from . import names
 from .fields import MAX_SIDE, printable
 from .names import Option
+from .report import Both, filled
+from .yaml_text import SINGLE_QUOTES
+
+_GOT = ("{name}: esperava {wanted}, veio {shown}", "{name}: expected {wanted}, got {shown}")
+
+_SENTENCES: dict[str, tuple[Both, Both]] = {
+    "no value": (
+        ("{name} está sem valor", "{name} has no value"),
+        ("escreva um valor, ou apague a linha: vale o padrão", "write a value, or delete the line for the default")),
+    "decimal_comma": (_GOT, ("use ponto: {fixed}", "use a point: {fixed}")),
+    "control_character": (
+        ("{name}: a barra invertida dentro de aspas duplas virou outro caractere",
+         "{name}: the backslash inside double quotes became another character"), SINGLE_QUOTES),
+    "too_short": (
+        ("{name}: esperava pelo menos {min_length} itens na lista, mas há {actual_length}",
+         "{name}: expected at least {min_length} items in the list, but there are {actual_length}"), ("", "")),
+    "too_long": (
+        ("{name}: esperava no máximo {max_length} itens na lista, mas há {actual_length}",
+         "{name}: expected at most {max_length} items in the list, but there are {actual_length}"), ("", "")),
+}  # fmt: skip
+"""pydantic's code -> (message, hint), where it has a sentence of its own."""
+
+_WANTED: dict[str, Both] = {
+    "rule": (
+        "regras com alvo e ao menos um de rank, alfa, taxa (maiores que zero)",
+        "rules of a target and at least one of rank, alpha, rate (above zero)"),
+    "resolution_small": ("lados de pelo menos 64 pixels", "sides of at least 64 pixels"),
+    "resolution_large": (f"lados de no máximo {MAX_SIDE} pixels", f"sides of at most {MAX_SIDE} pixels"),
+    "string_pattern_mismatch": ("auto, cpu, cuda ou cuda:N", "auto, cpu, cuda or cuda:N"),
+    "surrogate": ("um texto em UTF-8", "a text in UTF-8"),
+    "string_too_short": ("um texto não vazio", "a text that is not empty"),
+}  # fmt: skip
+"""pydantic's code -> what is wanted; for the others, by the option's kind:"""
+
+_OF_KIND: dict[str, Both] = {
+    "boolean": ("um destes: {words}", "one of: {words}"),
+    "choice": ("um destes: {words}", "one of: {words}"),
+    "share": ("{words} ou um número de 0 a 1", "{words} or a number from 0 to 1"),
+    "integer": ("um número inteiro", "a whole number"),
+    "number": ("um número", "a number"),
+    "resolution": ("512, 512x768 ou [512, 768]", "512, 512x768 or [512, 768]"),
+    "any": ("chaves e valores", "keys and values"),
+}
+
+_LIMITS: dict[str, Both] = {
+    "ge": ("de no mínimo {ge}", "at least {ge}"),
+    "gt": ("maior que {gt}", "greater than {gt}"),
+    "le": ("de no máximo {le}", "at most {le}"),
+    "lt": ("menor que {lt}", "less than {lt}"),
+    "multiple_of": ("múltiplo de {multiple_of}", "a multiple of {multiple_of}"),
+}
+_BETWEEN = ("entre {ge} e {le}", "between {ge} and {le}")
 
 
 def explain(code: str, value: Any, option: Option, written: str, context: Mapping[str, Any]) -> tuple[str, str]:
     """(message, hint) for a value that was refused."""
-    name = f"`{written.rsplit('.', 1)[-1]}`"
     lang = option.language_of(written)
-    if value is None:
-        return _no_value(name)
-    shown = _show(value)
-    if code == "decimal_comma":
-        fixed = str(context["fixed"])
-        return _got(name, shown, t(pt="um número", en="a number")), t(
-            pt=f"use ponto: {fixed}", en=f"use a point: {fixed}"
-        )
-    if code == "control_character":
-        return _escapes(name)
-    if code in ("too_short", "too_long"):
-        return _length(name, context), ""
-    wanted = _wanted(code, option, lang)
-    return _got(name, shown, wanted), _hint(code, value, option, lang)
-
-
-def _got(name: str, shown: str, wanted: str) -> str:
-    return t(pt=f"{name}: esperava {wanted}, veio {shown}", en=f"{name}: expected {wanted}, got {shown}")
+    told = {"name": f"`{written.rsplit('.', 1)[-1]}`", "shown": _show(value), "wanted": _wanted(code, option, lang)}
+    message, hint = _SENTENCES.get("no value" if value is None else code, (_GOT, ("", "")))
+    own = _hint(value, option, lang) if message is _GOT else ""
+    return filled(message, {**told, **context}), filled(hint, context) or own
 
 
 def _wanted(code: str, option: Option, lang: str) -> str:
-    if code in _RANGE_CODES:
-        return _range(option)
-    if option.kind in ("boolean", "choice"):
-        words = option.allowed_words(lang)
-        return t(pt="um destes: ", en="one of: ") + ", ".join(words)
-    if code == "rule":
-        return t(
-            pt="regras com alvo e ao menos um de rank, alfa, taxa (maiores que zero)",
-            en="rules of a target and at least one of rank, alpha, rate (above zero)",
-        )
-    if code == "resolution_small":
-        return t(pt="lados de pelo menos 64 pixels", en="sides of at least 64 pixels")
-    if code == "resolution_large":
-        return t(pt=f"lados de no máximo {MAX_SIDE} pixels", en=f"sides of at most {MAX_SIDE} pixels")
-    if code == "string_pattern_mismatch":
-        return t(pt="auto, cpu, cuda ou cuda:N", en="auto, cpu, cuda or cuda:N")
-    if code == "surrogate":
-        return t(pt="um texto em UTF-8", en="a text in UTF-8")
-    if code == "string_too_short":
-        return t(pt="um texto não vazio", en="a text that is not empty")
-    if option.kind == "share":
-        spelled = ", ".join(option.allowed_words(lang))
-        return t(pt=f"{spelled} ou um número de 0 a 1", en=f"{spelled} or a number from 0 to 1")
-    plain = {
-        "integer": t(pt="um número inteiro", en="a whole number"),
-        "number": t(pt="um número", en="a number"),
-        "resolution": t(pt="512, 512x768 ou [512, 768]", en="512, 512x768 or [512, 768]"),
-        "any": t(pt="chaves e valores", en="keys and values"),
-    }
-    return plain.get(option.kind, t(pt="um texto", en="a text"))
+    if code in ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "multiple_of"):
+        return _range(option.limits)
+    if option.kind in ("boolean", "choice"):  # whatever the code
+        code = ""
+    text = _WANTED.get(code) or _OF_KIND.get("number" if code == "decimal_comma" else option.kind)
+    return filled(text or ("um texto", "a text"), {"words": ", ".join(option.allowed_words(lang))})
 
 
-_RANGE_CODES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "multiple_of")
+def _range(limits: Mapping[str, Any]) -> str:
+    parts = [text for limit, text in _LIMITS.items() if limit in limits]
+    if {"ge", "le"} <= limits.keys():
+        parts = [_BETWEEN, *(text for text in parts if text not in (_LIMITS["ge"], _LIMITS["le"]))]
+    return t(pt="um valor ", en="a value ") + t(pt=" e ", en=" and ").join(filled(text, limits) for text in parts)
 
 
-def _range(option: Option) -> str:
-    limits = option.limits
-    parts = []
-    if "ge" in limits and "le" in limits:
-        parts.append(t(pt=f"entre {limits['ge']} e {limits['le']}", en=f"between {limits['ge']} and {limits['le']}"))
-    else:
-        words = {
-            "ge": t(pt="de no mínimo {}", en="at least {}"),
-            "gt": t(pt="maior que {}", en="greater than {}"),
-            "le": t(pt="de no máximo {}", en="at most {}"),
-            "lt": t(pt="menor que {}", en="less than {}"),
-        }
-        parts += [text.format(limits[limit]) for limit, text in words.items() if limit in limits]
-    if "multiple_of" in limits:
-        parts.append(t(pt=f"múltiplo de {limits['multiple_of']}", en=f"a multiple of {limits['multiple_of']}"))
-    return t(pt="um valor ", en="a value ") + t(pt=" e ", en=" and ").join(parts)
-
-
-def _hint(code: str, value: Any, option: Option, lang: str) -> str:
+def _hint(value: Any, option: Option, lang: str) -> str:
     if option.kind == "choice" and isinstance(value, str):
         spelled = {*option.allowed_words(lang), *(str(choice) for choice in option.choices)}
-        near = names.nearest(value, spelled, 0.5)
-        return t(pt=f"você quis dizer `{near}`?", en=f"did you mean `{near}`?") if near else _doc(option, lang)
-    return _doc(option, lang)
-
-
-def _doc(option: Option, lang: str) -> str:
-    return t(pt=option.doc_pt, en=option.doc_en)
-
-
-def _no_value(name: str) -> tuple[str, str]:
-    return (
-        t(pt=f"{name} está sem valor", en=f"{name} has no value"),
-        t(
-            pt="escreva um valor, ou apague a linha: vale o padrão",
-            en="write a value, or delete the line for the default",
-        ),
-    )
-
-
-def _escapes(name: str) -> tuple[str, str]:
-    return (
-        t(pt=f"{name}: a barra invertida dentro de aspas duplas virou outro caractere",
-          en=f"{name}: the backslash inside double quotes became another character"),
-        t(pt="use aspas simples ou /: 'C:\\pasta\\arquivo' ou C:/pasta/arquivo",
-          en="use single quotes or /: 'C:\\folder\\file' or C:/folder/file"),
-    )  # fmt: skip
-
-
-def _length(name: str, context: Mapping[str, Any]) -> str:
-    low, high, got = context.get("min_length"), context.get("max_length"), context.get("actual_length")
-    wanted = t(pt=f"pelo menos {low}", en=f"at least {low}") if low else t(pt=f"no máximo {high}", en=f"at most {high}")
-    return t(
-        pt=f"{name}: esperava {wanted} itens na lista, mas há {got}",
-        en=f"{name}: expected {wanted} items in the list, but there are {got}",
-    )
+        return names.did_you_mean(names.nearest(value, spelled, 0.5)) or option.doc
+    return option.doc
 
 
 def _show(value: Any) -> str:

@@ -20,24 +20,6 @@ from .fields import has_escapes
 from .names import Key
 from .report import Problem, Source
 
-EXPECTED: dict[Key, str] = {
-    ("model", "base_model"): "any",
-    ("model", "vae"): "any",
-    ("model", "text_encoder"): "any",
-    ("model", "text_encoder_2"): "any",
-    ("model", "text_encoder_3"): "any",
-    ("model", "tokenizer"): "folder",
-    ("model", "architecture"): "folder",
-    ("model", "initial_lora"): "any",
-    ("model", "training_lora"): "any",
-    ("data", "data_dir"): "any",
-    ("data", "mask_dir"): "folder",
-    ("data", "regularization_dir"): "folder",
-    ("data", "cache_dir"): "output",
-    ("output", "dir"): "output",
-}
-"""What must be there. "output": made when needed, but it must be possible to write there."""
-
 _SHAPE = re.compile(r"[\w.-]+")
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
@@ -50,16 +32,19 @@ class Outcome:
     notices: list[str] = field(default_factory=list)
     failed: set[Key] = field(default_factory=set)
 
+    def note(self, entry: Entry, *, pt: str, en: str) -> None:
+        self.notices.append(f"{entry.where.origin()}: {t(pt=pt, en=en)}")
+
 
 def resolve_paths(values: dict[Key, Any], entries: Mapping[Key, Entry], main: Source) -> Outcome:
     """Replace the paths in `values` by absolute ones, and say which are not there."""
     outcome = Outcome()
-    for key in EXPECTED:
+    for key, option in names.options().items():
         value = values.get(key)
-        if isinstance(value, str) and not has_escapes(value):
-            before = len(outcome.problems)
-            values[key] = _resolve(value, entries[key], outcome)
-            if len(outcome.problems) > before:
+        if option.kind in names.PATH_KINDS and isinstance(value, str) and not has_escapes(value):
+            values[key], problem = _resolve(value, entries[key], outcome)
+            if problem:
+                outcome.problems.append(problem)
                 outcome.failed.add(key)
     if ("output", "dir") not in entries:
         values["output", "dir"] = absolute(names.options()["output", "dir"].default, main.base_dir)
@@ -77,35 +62,25 @@ def looks_like_path(text: str, base: Path) -> bool:
     return os.path.exists(absolute(text, base)) or os.path.isdir(absolute(text.split("/")[0], base))
 
 
-def _resolve(value: str, entry: Entry, outcome: Outcome) -> str:
-    text = value.strip()
-    base = entry.source.base_dir
+def _resolve(value: str, entry: Entry, outcome: Outcome) -> tuple[str, Problem | None]:
+    """(the path made absolute, what is wrong with it)."""
+    text, base, written = value.strip(), entry.source.base_dir, entry.written
     if text != value:
-        outcome.notices.append(
-            entry.where.origin()
-            + t(pt=f": espaço sobrando em `{entry.written}` ignorado", en=f": stray space in `{entry.written}` ignored")
-        )
+        outcome.note(entry, pt=f"espaço sobrando em `{written}` ignorado", en=f"stray space in `{written}` ignored")
     if not text:
-        outcome.problems.append(_empty(entry))
-        return value
+        hint = t(pt="escreva o caminho ou apague a linha", en="write the path or delete it")
+        return value, Problem.at(entry.where, pt=f"`{written}` está vazio", en=f"`{written}` is empty", hint=hint)
     if entry.option.key == ("model", "architecture") and (shipped := _shipped(text)):
-        return shipped
+        return shipped, None
     if os.name != "nt" and _DRIVE.match(text):
-        outcome.problems.append(_other_computer(text, entry))
-        return text
+        return text, _other_computer(text, entry)
     if os.name != "nt" and "\\" in text and not os.path.exists(absolute(text, base)):
         text = text.replace("\\", "/")
-        outcome.notices.append(
-            entry.where.origin() + t(pt=f": `{value}` lido como `{text}`", en=f": `{value}` read as `{text}`")
-        )
-    if entry.option.kind == "path_or_hub" and not looks_like_path(text, base):
-        if not _HUB_ID.fullmatch(text):
-            outcome.problems.append(_neither(text, entry, absolute(text, base)))
-        return text
+        outcome.note(entry, pt=f"`{value}` lido como `{text}`", en=f"`{value}` read as `{text}`")
     path = absolute(text, base)
-    if problem := _check(path, EXPECTED[entry.option.key], entry):
-        outcome.problems.append(problem)
-    return path
+    if entry.option.kind == "path_or_hub" and not looks_like_path(text, base):
+        return text, None if _HUB_ID.fullmatch(text) else _neither(text, entry, path)
+    return path, _unwritable(path, entry) if entry.option.kind == "output_folder" else _absent(path, entry)
 
 
 def _shipped(name: str) -> str | None:
@@ -114,30 +89,22 @@ def _shipped(name: str) -> str | None:
     return str(found) if found else None
 
 
-def _check(path: str, expected: str, entry: Entry) -> Problem | None:
-    if expected == "output":
-        return _unwritable(path, entry)
+def _absent(path: str, entry: Entry) -> Problem | None:
     if not os.path.exists(path):
         hint = near_matches(Path(path))
         if entry.option.key == ("model", "architecture"):
-            names = ", ".join(arch.releases())
-            hint = t(pt=f"uma pasta, ou um destes nomes: {names}", en=f"a folder, or one of these names: {names}")
-        return _problem(entry, path, t(pt="não existe", en="does not exist"), hint)
-    if expected == "folder" and not os.path.isdir(path):
-        return _problem(
-            entry, path, t(pt="é um arquivo, e aqui vai uma pasta", en="is a file, and a folder belongs here"),
-            t(pt=f"a pasta dele é {os.path.dirname(path)}", en=f"its folder is {os.path.dirname(path)}"),
-        )  # fmt: skip
-    if expected == "file" and os.path.isdir(path):
-        return _problem(
-            entry, path, t(pt="é uma pasta, e aqui vai um arquivo", en="is a folder, and a file belongs here"),
-            near_matches(Path(path) / "x.safetensors"),
-        )  # fmt: skip
+            known = ", ".join(arch.releases())
+            hint = t(pt=f"uma pasta, ou um destes nomes: {known}", en=f"a folder, or one of these names: {known}")
+        written = f"`{entry.written}`"
+        return Problem.at(entry.where, pt=f"{written} não existe: {path}", en=f"{written} does not exist: {path}", hint=hint)
+    if entry.option.kind == "folder" and not os.path.isdir(path):
+        return Problem.at(
+            entry.where,
+            pt=f"`{entry.written}` é um arquivo, e aqui vai uma pasta: {path}",
+            en=f"`{entry.written}` is a file, and a folder belongs here: {path}",
+            hint=t(pt=f"a pasta dele é {os.path.dirname(path)}", en=f"its folder is {os.path.dirname(path)}"),
+        )
     return None
-
-
-def _problem(entry: Entry, path: str, what: str, hint: str = "") -> Problem:
-    return Problem(f"`{entry.written}` {what}: {path}", entry.where, hint)
 
 
 def near_matches(path: Path) -> str:
@@ -159,52 +126,38 @@ def near_matches(path: Path) -> str:
     return t(pt=f"a pasta {parent} existe, mas não tem nada parecido", en=f"{parent} exists, but holds nothing like it")
 
 
-def _empty(entry: Entry) -> Problem:
-    message = t(pt=f"`{entry.written}` está vazio", en=f"`{entry.written}` is empty")
-    return Problem(message, entry.where, t(pt="escreva o caminho ou apague a linha", en="write the path or delete it"))
-
-
 def _other_computer(text: str, entry: Entry) -> Problem:
-    return Problem(
-        t(
-            pt=f"`{entry.written}` é um caminho de outro computador (Windows): {text}",
-            en=f"`{entry.written}` is a path of another computer (Windows): {text}",
-        ),
+    return Problem.at(
         entry.where,
-        t(pt="escreva onde isso está nesta máquina", en="write where it is on this machine"),
+        pt=f"`{entry.written}` é um caminho de outro computador (Windows): {text}",
+        en=f"`{entry.written}` is a path of another computer (Windows): {text}",
+        hint=t(pt="escreva onde isso está nesta máquina", en="write where it is on this machine"),
     )
 
 
 def _neither(text: str, entry: Entry, path: str) -> Problem:
-    return Problem(
-        t(
-            pt=f"`{entry.written}`: não existe {path}, e `{text}` não é um id do Hugging Face (`dono/nome`)",
-            en=f"`{entry.written}`: {path} does not exist, and `{text}` is no Hugging Face id (`owner/name`)",
-        ),
+    return Problem.at(
         entry.where,
-        near_matches(Path(path)),
+        pt=f"`{entry.written}`: não existe {path}, e `{text}` não é um id do Hugging Face (`dono/nome`)",
+        en=f"`{entry.written}`: {path} does not exist, and `{text}` is no Hugging Face id (`owner/name`)",
+        hint=near_matches(Path(path)),
     )
 
 
-def _unwritable(path: str, entry: Entry | None) -> Problem | None:
+def _unwritable(path: str, entry: Entry) -> Problem | None:
     """What can be known without writing; `prepare_output` tries for real."""
     folder = Path(path)
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    where = entry.where if entry else None
-    written = entry.written if entry else names.options()["output", "dir"].shown()
+    hint = t(pt="escolha outra pasta", en="choose another folder")
     if not folder.is_dir():
-        message = t(
-            pt=f"`{written}`: {folder} é um arquivo, e aqui vai uma pasta",
-            en=f"`{written}`: {folder} is a file, and a folder belongs here",
-        )
-        return Problem(message, where, t(pt="escolha outra pasta", en="choose another folder"))
+        pt = f"`{entry.written}`: {folder} é um arquivo, e aqui vai uma pasta"
+        en = f"`{entry.written}`: {folder} is a file, and a folder belongs here"
+        return Problem.at(entry.where, pt=pt, en=en, hint=hint)
     if not os.access(folder, os.W_OK | os.X_OK):
-        message = t(
-            pt=f"`{written}`: sem permissão para gravar em {folder}",
-            en=f"`{written}`: no permission to write in {folder}",
-        )
-        return Problem(message, where, t(pt="escolha outra pasta", en="choose another folder"))
+        pt = f"`{entry.written}`: sem permissão para gravar em {folder}"
+        en = f"`{entry.written}`: no permission to write in {folder}"
+        return Problem.at(entry.where, pt=pt, en=en, hint=hint)
     return None
 
 

@@ -3,15 +3,23 @@
 The command line counts as a source: one "line" per argument.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import ErrorReport, t
 from .fields import printable
 
 MAX_LINE_WIDTH = 120
 """Longer source lines are cut around the place in question."""
+Both = tuple[str, str]
+"""A text in Portuguese and in English."""
+
+
+def filled(text: Both, told: Mapping[str, Any]) -> str:
+    """The text in the language in force, with what stands for its names."""
+    return t(pt=text[0], en=text[1]).format(**told)
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,10 @@ class Problem:
     also: Where | None = None
     """A second place that takes part: the first of two duplicates, the other key of a contradiction."""
 
+    @classmethod
+    def at(cls, where: Where | None, *, pt: str, en: str, hint: str = "", also: Where | None = None) -> "Problem":
+        return cls(t(pt=pt, en=en), where, hint, also)
+
 
 def command_line(arguments: Sequence[str], cwd: Path) -> Source:
     title = t(pt="linha de comando", en="command line")
@@ -79,13 +91,11 @@ def report(problems: Sequence[Problem], title: str) -> ErrorReport:
     )
     texts = list(dict.fromkeys(render(problem) for problem in ordered))
     count = len(texts)
-    if count == 1:
-        last = t(pt=f"1 problema em {title}; nada foi iniciado.", en=f"1 problem in {title}; nothing was started.")
-    else:
-        last = t(
-            pt=f"{count} problemas em {title}; nada foi iniciado.",
-            en=f"{count} problems in {title}; nothing was started.",
-        )
+    plural = "s" if count > 1 else ""
+    last = t(
+        pt=f"{count} problema{plural} em {title}; nada foi iniciado.",
+        en=f"{count} problem{plural} in {title}; nothing was started.",
+    )
     return ErrorReport(printable("\n\n".join([*texts, last])))
 
 

@@ -5,23 +5,22 @@ Rules about the base model's family are the family's, and are checked once the b
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .. import plugins
 from ..choices.optimizers import OPTIMIZERS, WITH_8BIT
 from ..errors import t
 from . import names
 from .entries import Entry
-from .fields import printable
+from .fields import printable, value_of
 from .names import Key
-from .report import Problem, Where
+from .report import Both, Problem, Where, filled
 from .schema import Config
 
 MAX_NAME_BYTES = 120
-OUTPUTS: tuple[Key, ...] = (("data", "cache_dir"), ("output", "dir"))
-"""Paths that are written to."""
 
 _RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
 
@@ -50,24 +49,29 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class _Conflict:
+class Conflict:
     """Two options that cannot both be as they are; {first} and {second} stand for their names as written."""
 
     first: Key
     second: Key
     holds: Callable[[Config], bool]
-    problem: tuple[str, str]
-    """In Portuguese and in English, as is the hint."""
-    hint: tuple[str, str] = ("", "")
+    problem: Both
+    hint: Both = ("", "")
+
+
+DELETE_FIRST = ("apague `{first}`", "delete `{first}`")
+DELETE_SECOND = ("apague `{second}`", "delete `{second}`")
+DELETE_ONE = ("apague um dos dois", "delete one of the two")
+SECOND_AUTO = ("use `{second}: auto`, ou `{first}: nao`", "use `{second}: auto`, or `{first}: no`")
 
 
 def _same(one: str | None, other: str | None) -> bool:
     return bool(one and other) and os.path.realpath(str(one)) == os.path.realpath(str(other))
 
 
-def _taken_apart(option: str) -> _Conflict:
+def _taken_apart(option: str) -> Conflict:
     """An option of `memory` that steps every weight by itself."""
-    return _Conflict(
+    return Conflict(
         ("memory", option),
         ("training", "optimizer"),
         lambda c: getattr(c.memory, option) == "yes" and not OPTIMIZERS[c.training.optimizer].separable,
@@ -80,395 +84,284 @@ def _taken_apart(option: str) -> _Conflict:
 
 
 _CONFLICTS = (
-    _Conflict(
-        ("data", "cache_text_encoder"),
-        ("model", "train_text_encoder"),
+    Conflict(
+        ("data", "cache_text_encoder"), ("model", "train_text_encoder"),
         lambda c: c.data.cache_text_encoder == "yes" and c.model.train_text_encoder,
-        (
-            "`{first}` e `{second}` não andam juntos: um codificador em treino muda a cada passo",
-            "`{first}` and `{second}` exclude each other: an encoder in training changes at every step",
-        ),
-        ("use {first}: auto", "use {first}: auto"),
-    ),
-    _Conflict(
-        ("training", "debiased"),
-        ("training", "min_snr_gamma"),
+        ("`{first}` e `{second}` não andam juntos: um codificador em treino muda a cada passo",
+         "`{first}` and `{second}` exclude each other: an encoder in training changes at every step"),
+        ("use {first}: auto", "use {first}: auto")),
+    Conflict(
+        ("training", "debiased"), ("training", "min_snr_gamma"),
         lambda c: c.training.debiased and c.training.min_snr_gamma is not None,
-        (
-            "`{first}` e `{second}` dão pesos diferentes à mesma perda",
-            "`{first}` and `{second}` weight the same loss in two ways",
-        ),
-        ("fique com um dos dois", "keep one of the two"),
-    ),
-    _Conflict(
-        ("training", "timestep_min"),
-        ("training", "timestep_max"),
+        ("`{first}` e `{second}` dão pesos diferentes à mesma perda",
+         "`{first}` and `{second}` weight the same loss in two ways"),
+        ("fique com um dos dois", "keep one of the two")),
+    Conflict(
+        ("training", "timestep_min"), ("training", "timestep_max"),
         lambda c: c.training.timestep_min >= c.training.timestep_max,
-        (
-            "`{first}` ({c.training.timestep_min}) precisa ser menor que `{second}` ({c.training.timestep_max})",
-            "`{first}` ({c.training.timestep_min}) must be below `{second}` ({c.training.timestep_max})",
-        ),
-    ),
-    _Conflict(
-        ("training", "use_8bit_optimizer"),
-        ("training", "optimizer"),
+        ("`{first}` ({c.training.timestep_min}) precisa ser menor que `{second}` ({c.training.timestep_max})",
+         "`{first}` ({c.training.timestep_min}) must be below `{second}` ({c.training.timestep_max})")),
+    Conflict(
+        ("training", "use_8bit_optimizer"), ("training", "optimizer"),
         lambda c: c.training.use_8bit_optimizer == "yes" and not OPTIMIZERS[c.training.optimizer].eight_bit,
-        (
-            "o otimizador `{c.training.optimizer}` não tem versão de 8 bits",
-            "the optimizer `{c.training.optimizer}` has no 8-bit version",
-        ),
-        (
-            f"use um destes: {', '.join(WITH_8BIT)}; ou apague `{{first}}`",
-            f"use one of: {', '.join(WITH_8BIT)}; or delete `{{first}}`",
-        ),
-    ),
-    _Conflict(
-        ("memory", "block_streaming"),
-        ("training", "gradient_checkpointing"),
+        ("o otimizador `{c.training.optimizer}` não tem versão de 8 bits",
+         "the optimizer `{c.training.optimizer}` has no 8-bit version"),
+        (f"use um destes: {', '.join(WITH_8BIT)}; ou apague `{{first}}`",
+         f"use one of: {', '.join(WITH_8BIT)}; or delete `{{first}}`")),
+    Conflict(
+        ("memory", "block_streaming"), ("training", "gradient_checkpointing"),
         lambda c: isinstance(c.memory.block_streaming, float) and c.training.gradient_checkpointing == "no",
-        (
-            "`{first}` precisa de `{second}`: sem ele, os pesos trazidos ficariam na placa até o passo de volta",
-            "`{first}` needs `{second}`: without it, the weights brought in would stay until the backward pass",
-        ),
-        ("use `{second}: auto`, ou `{first}: nao`", "use `{second}: auto`, or `{first}: no`"),
-    ),
-    _Conflict(
-        ("memory", "activation_offload"),
-        ("training", "gradient_checkpointing"),
+        ("`{first}` precisa de `{second}`: sem ele, os pesos trazidos ficariam na placa até o passo de volta",
+         "`{first}` needs `{second}`: without it, the weights brought in would stay until the backward pass"),
+        SECOND_AUTO),
+    Conflict(
+        ("memory", "activation_offload"), ("training", "gradient_checkpointing"),
         lambda c: c.memory.activation_offload == "yes" and c.training.gradient_checkpointing == "no",
-        (
-            "`{first}` precisa de `{second}`: sem ele, todas as ativações iriam e voltariam",
-            "`{first}` needs `{second}`: without it, every activation would travel",
-        ),
-        ("use `{second}: auto`, ou `{first}: nao`", "use `{second}: auto`, or `{first}: no`"),
-    ),
-    _Conflict(
-        ("memory", "optimizer_in_backward"),
-        ("training", "gradient_accumulation_steps"),
+        ("`{first}` precisa de `{second}`: sem ele, todas as ativações iriam e voltariam",
+         "`{first}` needs `{second}`: without it, every activation would travel"),
+        SECOND_AUTO),
+    Conflict(
+        ("memory", "optimizer_in_backward"), ("training", "gradient_accumulation_steps"),
         lambda c: c.memory.optimizer_in_backward == "yes" and c.training.gradient_accumulation_steps > 1,
-        (
-            "`{first}` não anda com `{second}` maior que 1: o peso mudaria a cada micro-lote",
-            "`{first}` excludes `{second}` above 1: the weight would change at every micro-batch",
-        ),
-        ("use `{second}: 1` ou apague `{first}`", "use `{second}: 1` or delete `{first}`"),
-    ),
-    _Conflict(
-        ("memory", "optimizer_in_backward"),
-        ("training", "max_grad_norm"),
+        ("`{first}` não anda com `{second}` maior que 1: o peso mudaria a cada micro-lote",
+         "`{first}` excludes `{second}` above 1: the weight would change at every micro-batch"),
+        ("use `{second}: 1` ou apague `{first}`", "use `{second}: 1` or delete `{first}`")),
+    Conflict(
+        ("memory", "optimizer_in_backward"), ("training", "max_grad_norm"),
         lambda c: c.memory.optimizer_in_backward == "yes" and c.training.max_grad_norm > 0,
-        (
-            "`{first}` não anda com o corte de gradiente, que só se calcula com todos os gradientes à mão",
-            "`{first}` excludes gradient clipping, which needs all gradients at once",
-        ),
-        ("use `{second}: 0` ou apague `{first}`", "use `{second}: 0` or delete `{first}`"),
-    ),
-    _Conflict(
-        ("memory", "optimizer_offload"),
-        ("memory", "optimizer_in_backward"),
+        ("`{first}` não anda com o corte de gradiente, que só se calcula com todos os gradientes à mão",
+         "`{first}` excludes gradient clipping, which needs all gradients at once"),
+        ("use `{second}: 0` ou apague `{first}`", "use `{second}: 0` or delete `{first}`")),
+    Conflict(
+        ("memory", "optimizer_offload"), ("memory", "optimizer_in_backward"),
         lambda c: c.memory.optimizer_offload == "yes" and c.memory.optimizer_in_backward == "yes",
-        (
-            "`{first}` não anda com `{second}`, que atualiza cada peso no meio do backward",
-            "`{first}` excludes `{second}`, which updates each weight in the middle of the backward pass",
-        ),
-        ("apague um dos dois", "delete one of the two"),
-    ),
+        ("`{first}` não anda com `{second}`, que atualiza cada peso no meio do backward",
+         "`{first}` excludes `{second}`, which updates each weight in the middle of the backward pass"),
+        DELETE_ONE),
     _taken_apart("optimizer_offload"),
     _taken_apart("optimizer_in_backward"),
-    _Conflict(
-        ("memory", "optimizer_in_backward"),
-        ("training", "mixed_precision"),
+    Conflict(
+        ("memory", "optimizer_in_backward"), ("training", "mixed_precision"),
         lambda c: c.memory.optimizer_in_backward == "yes" and c.training.mixed_precision == "fp16",
-        (
-            "`{first}` não anda com `{second}: fp16`: um passo com estouro não poderia ser refeito",
-            "`{first}` excludes `{second}: fp16`: a step that overflows could not be made again",
-        ),
-        ("use `{second}: bf16` ou `nao`, ou apague `{first}`", "use `{second}: bf16` or `no`, or delete `{first}`"),
-    ),
-    _Conflict(
-        ("training", "ema"),
-        ("memory", "optimizer_in_backward"),
+        ("`{first}` não anda com `{second}: fp16`: um passo com estouro não poderia ser refeito",
+         "`{first}` excludes `{second}: fp16`: a step that overflows could not be made again"),
+        ("use `{second}: bf16` ou `nao`, ou apague `{first}`", "use `{second}: bf16` or `no`, or delete `{first}`")),
+    Conflict(
+        ("training", "ema"), ("memory", "optimizer_in_backward"),
         lambda c: c.training.ema > 0 and c.memory.optimizer_in_backward == "yes",
-        (
-            "`{first}` não anda com `{second}`, que atualiza cada peso num momento seu",
-            "`{first}` excludes `{second}`, which updates each weight at a moment of its own",
-        ),
-        ("apague um dos dois", "delete one of the two"),
-    ),
-    _Conflict(
-        ("training", "ema"),
-        ("training", "optimizer"),
+        ("`{first}` não anda com `{second}`, que atualiza cada peso num momento seu",
+         "`{first}` excludes `{second}`, which updates each weight at a moment of its own"),
+        DELETE_ONE),
+    Conflict(
+        ("training", "ema"), ("training", "optimizer"),
         lambda c: c.training.ema > 0 and OPTIMIZERS[c.training.optimizer].averages,
-        (
-            "`{first}` sobra com `{second}: {c.training.optimizer}`, que já entrega uma média dos passos",
-            "`{first}` is one too many with `{second}: {c.training.optimizer}`, which already gives an average of the steps",
-        ),
-        ("apague `{first}`", "delete `{first}`"),
-    ),
-    _Conflict(
-        ("output", "dir"),
-        ("data", "data_dir"),
+        ("`{first}` sobra com `{second}: {c.training.optimizer}`, que já entrega uma média dos passos",
+         "`{first}` is one too many with `{second}: {c.training.optimizer}`, which already gives an average of the steps"),
+        DELETE_FIRST),
+    Conflict(
+        ("output", "dir"), ("data", "data_dir"),
         lambda c: _same(c.output.dir, c.data.data_dir),
-        (
-            "`{first}` é a própria pasta das imagens: as amostras virariam imagens de treino",
-            "`{first}` is the image folder itself: previews would become training images",
-        ),
-        ("escolha outra pasta em {first}", "choose another folder in {first}"),
-    ),
-    _Conflict(
-        ("data", "regularization_dir"),
-        ("data", "data_dir"),
+        ("`{first}` é a própria pasta das imagens: as amostras virariam imagens de treino",
+         "`{first}` is the image folder itself: previews would become training images"),
+        ("escolha outra pasta em {first}", "choose another folder in {first}")),
+    Conflict(
+        ("data", "regularization_dir"), ("data", "data_dir"),
         lambda c: _same(c.data.regularization_dir, c.data.data_dir),
-        (
-            "`{first}` é a mesma pasta que `{second}`: cada imagem treinaria duas vezes",
-            "`{first}` is the same folder as `{second}`: every image would train twice",
-        ),
-        (
-            "ponha em {first} imagens comuns da classe, em outra pasta, ou apague a chave",
-            "give {first} ordinary images of the class, in another folder, or delete the key",
-        ),
-    ),
-    _Conflict(
-        ("data", "mask_dir"),
-        ("data", "mask"),
+        ("`{first}` é a mesma pasta que `{second}`: cada imagem treinaria duas vezes",
+         "`{first}` is the same folder as `{second}`: every image would train twice"),
+        ("ponha em {first} imagens comuns da classe, em outra pasta, ou apague a chave",
+         "give {first} ordinary images of the class, in another folder, or delete the key")),
+    Conflict(
+        ("data", "mask_dir"), ("data", "mask"),
         lambda c: c.data.mask_dir is not None and c.data.mask != "files",
         ("`{first}` pede `{second}: arquivos`", "`{first}` needs `{second}: files`"),
-        ("mude a máscara, ou apague a pasta", "change the mask, or delete the folder"),
-    ),
-    _Conflict(
-        ("model", "adapter_kind"),
-        ("model", "dora"),
+        ("mude a máscara, ou apague a pasta", "change the mask, or delete the folder")),
+    Conflict(
+        ("model", "adapter_kind"), ("model", "dora"),
         lambda c: c.model.adapter_kind != "lora" and c.model.dora,
-        (
-            "`{first}: {c.model.adapter_kind}` não anda com `{second}`, que é do LoRA",
-            "`{first}: {c.model.adapter_kind}` excludes `{second}`, which belongs to LoRA",
-        ),
-        ("apague `{second}`", "delete `{second}`"),
-    ),
-    _Conflict(
-        ("model", "adapter_kind"),
-        ("training", "lora_plus_ratio"),
+        ("`{first}: {c.model.adapter_kind}` não anda com `{second}`, que é do LoRA",
+         "`{first}: {c.model.adapter_kind}` excludes `{second}`, which belongs to LoRA"),
+        DELETE_SECOND),
+    Conflict(
+        ("model", "adapter_kind"), ("training", "lora_plus_ratio"),
         lambda c: c.model.adapter_kind != "lora" and c.training.lora_plus_ratio != 1,
-        (
-            "`{second}` vale para a matriz B do LoRA, que `{first}: {c.model.adapter_kind}` não tem",
-            "`{second}` is about LoRA's matrix B, which `{first}: {c.model.adapter_kind}` has not",
-        ),
-        ("apague `{second}`", "delete `{second}`"),
-    ),
-    _Conflict(
-        ("model", "lora_init"),
-        ("model", "adapter_kind"),
+        ("`{second}` vale para a matriz B do LoRA, que `{first}: {c.model.adapter_kind}` não tem",
+         "`{second}` is about LoRA's matrix B, which `{first}: {c.model.adapter_kind}` has not"),
+        DELETE_SECOND),
+    Conflict(
+        ("model", "lora_init"), ("model", "adapter_kind"),
         lambda c: c.model.lora_init == "pissa" and c.model.adapter_kind != "lora",
-        (
-            "`{first}: pissa` é do LoRA; `{second}: {c.model.adapter_kind}` começa de outro jeito",
-            "`{first}: pissa` belongs to LoRA; `{second}: {c.model.adapter_kind}` starts in another way",
-        ),
-        ("apague `{first}`", "delete `{first}`"),
-    ),
-    _Conflict(
-        ("model", "lora_init"),
-        ("model", "dora"),
+        ("`{first}: pissa` é do LoRA; `{second}: {c.model.adapter_kind}` começa de outro jeito",
+         "`{first}: pissa` belongs to LoRA; `{second}: {c.model.adapter_kind}` starts in another way"),
+        DELETE_FIRST),
+    Conflict(
+        ("model", "lora_init"), ("model", "dora"),
         lambda c: c.model.lora_init == "pissa" and c.model.dora,
-        (
-            "`{first}: pissa` não anda com `{second}`, que mede a norma do peso inteiro",
-            "`{first}: pissa` excludes `{second}`, which measures the norm of the whole weight",
-        ),
-        ("apague um dos dois", "delete one of the two"),
-    ),
-    _Conflict(
-        ("model", "lora_init"),
-        ("model", "lora_dropout"),
+        ("`{first}: pissa` não anda com `{second}`, que mede a norma do peso inteiro",
+         "`{first}: pissa` excludes `{second}`, which measures the norm of the whole weight"),
+        DELETE_ONE),
+    Conflict(
+        ("model", "lora_init"), ("model", "lora_dropout"),
         lambda c: c.model.lora_init == "pissa" and c.model.lora_dropout > 0,
-        (
-            "`{first}: pissa` não anda com `{second}`: o que se apaga seria parte do próprio modelo base",
-            "`{first}: pissa` excludes `{second}`: what is dropped would be a part of the base itself",
-        ),
-        ("apague `{second}`", "delete `{second}`"),
-    ),
-    _Conflict(
-        ("model", "lora_init"),
-        ("model", "initial_lora"),
+        ("`{first}: pissa` não anda com `{second}`: o que se apaga seria parte do próprio modelo base",
+         "`{first}: pissa` excludes `{second}`: what is dropped would be a part of the base itself"),
+        DELETE_SECOND),
+    Conflict(
+        ("model", "lora_init"), ("model", "initial_lora"),
         lambda c: c.model.lora_init == "pissa" and c.model.initial_lora is not None,
-        (
-            "`{first}: pissa` e `{second}` são dois começos para o mesmo LoRA",
-            "`{first}: pissa` and `{second}` are two starts of the same LoRA",
-        ),
-        (
-            "para continuar um LoRA feito com pissa, apague `{first}` e dobre o rank",
-            "to continue a LoRA made with pissa, delete `{first}` and double the rank",
-        ),
-    ),
-    _Conflict(
-        ("model", "lora_rules"),
-        ("training", "optimizer"),
+        ("`{first}: pissa` e `{second}` são dois começos para o mesmo LoRA",
+         "`{first}: pissa` and `{second}` are two starts of the same LoRA"),
+        ("para continuar um LoRA feito com pissa, apague `{first}` e dobre o rank",
+         "to continue a LoRA made with pissa, delete `{first}` and double the rank")),
+    Conflict(
+        ("model", "lora_rules"), ("training", "optimizer"),
         lambda c: OPTIMIZERS[c.training.optimizer].finds_rate and any("rate" in rule for rule in c.model.lora_rules),
-        (
-            "`{first}` dá taxas próprias, e o {c.training.optimizer} usa uma só, que ele mesmo acha",
-            "`{first}` gives rates of their own, and {c.training.optimizer} uses a single one, which it finds itself",
-        ),
-        ("apague as taxas das regras, ou use outro otimizador", "delete the rules' rates, or use another optimizer"),
-    ),
-    _Conflict(
-        ("training", "zero_terminal_snr"),
-        ("model", "prediction_type"),
+        ("`{first}` dá taxas próprias, e o {c.training.optimizer} usa uma só, que ele mesmo acha",
+         "`{first}` gives rates of their own, and {c.training.optimizer} uses a single one, which it finds itself"),
+        ("apague as taxas das regras, ou use outro otimizador", "delete the rules' rates, or use another optimizer")),
+    Conflict(
+        ("training", "zero_terminal_snr"), ("model", "prediction_type"),
         lambda c: c.training.zero_terminal_snr and c.model.prediction_type == "epsilon",
-        (
-            "`{first}` só funciona com predição v: com SNR zero, epsilon nada diz da imagem",
-            "`{first}` works only with v prediction: at zero SNR epsilon says nothing of the image",
-        ),
-        (
-            "apague `{first}` se o modelo base prevê epsilon",
-            "delete `{first}` if the base model predicts epsilon",
-        ),
-    ),
-)
+        ("`{first}` só funciona com predição v: com SNR zero, epsilon nada diz da imagem",
+         "`{first}` works only with v prediction: at zero SNR epsilon says nothing of the image"),
+        ("apague `{first}` se o modelo base prevê epsilon", "delete `{first}` if the base model predicts epsilon")),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a value's type alone cannot tell. {name}, {value}, {doc} of the option and {wrong} may stand in the texts."""
+
+    key: Key
+    wrong: Callable[[Any], Any]
+    """What is wrong with a value; falsy where nothing is."""
+    problem: Both
+    hint: Both = ("", "")
+
+
+def _bad_expression(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        return str(error)
+    return ""
+
+
+def _bad_rule(rules: list[dict[str, Any]]) -> str:
+    errors = ((rule["target"], _bad_expression(rule["target"])) for rule in rules)
+    return next((f"`{target}` ({error})" for target, error in errors if error), "")
+
+
+def _unknown_family(family: str) -> str:
+    """The hint."""
+    available = ["auto", *plugins.available("lora_trainer.families")]
+    if family in available:
+        return ""
+    listed = t(pt="famílias: ", en="families: ") + ", ".join(available)
+    return names.did_you_mean(names.nearest(family, available, 0.5)) or listed
+
+
+def _no_colour(colour: str) -> bool:
+    from PIL import ImageColor
+
+    try:
+        ImageColor.getrgb(colour)
+    except ValueError:
+        return True
+    return False
+
+
+_CHECKS = (
+    Check(
+        ("training", "lr_warmup"), lambda warmup: warmup > 1 and not warmup.is_integer(),
+        ("`{name}`: {value:g} não é fração (menos de 1) nem número inteiro de passos",
+         "`{name}`: {value:g} is neither a share (below 1) nor a whole number of steps"),
+        ("por exemplo 0.1, ou 100", "for example 0.1, or 100")),
+    Check(
+        ("model", "family"), _unknown_family,
+        ("não conheço a família `{value}`", "unknown family `{value}`"), ("{wrong}", "{wrong}")),
+    Check(
+        ("model", "lora_targets"), _bad_expression,
+        ("`{name}`: expressão regular inválida ({wrong})", "`{name}`: invalid regular expression ({wrong})"),
+        ("{doc}", "{doc}")),
+    Check(
+        ("model", "lora_rules"), _bad_rule,
+        ("`{name}`: expressão regular inválida em {wrong}", "`{name}`: invalid regular expression in {wrong}")),
+    Check(
+        ("data", "background"), _no_colour,
+        ("`{name}`: não conheço a cor `{value}`", "`{name}`: unknown colour `{value}`"),
+        ("use white, black ou '#rrggbb'", "use white, black or '#rrggbb'")),
+    Check(
+        ("training", "betas"), lambda betas: [beta for beta in betas or () if not 0 <= beta < 1],
+        ("`{name}`: esperava valores de 0 até menos de 1, veio {wrong[0]:g}",
+         "`{name}`: expected values from 0 to below 1, got {wrong[0]:g}"),
+        ("o usual é [0.9, 0.999]", "[0.9, 0.999] is usual")),
+)  # fmt: skip
 
 
 def contradictions(facts: Facts) -> list[Problem]:
-    problems = []
+    """What options say against each other, and what is wrong with single values."""
+    return [*_conflicting(facts), *_wrong(facts)]
+
+
+def _conflicting(facts: Facts) -> Iterator[Problem]:
     for conflict in _CONFLICTS:
         if conflict.holds(facts.config) and not facts.failed & {conflict.first, conflict.second}:
             told = {"first": facts.name(conflict.first), "second": facts.name(conflict.second), "c": facts.config}
             one, other = facts.where(conflict.first), facts.where(conflict.second)
-            message = t(pt=conflict.problem[0], en=conflict.problem[1]).format(**told)
-            hint = t(pt=conflict.hint[0], en=conflict.hint[1]).format(**told)
-            problems.append(Problem(message, one or other, hint, other if one else None))
-    singles: dict[Key, Callable[[Facts, Key], Problem | None]] = {
-        ("training", "lr_warmup"): _warmup,
-        ("model", "family"): _family,
-        ("model", "lora_targets"): _targets,
-        ("model", "lora_rules"): _layer_rules,
-        ("data", "background"): _background,
-        ("training", "betas"): _betas,
-    }
-    found = [check(facts, key) for key, check in singles.items() if key in facts.entries and key not in facts.failed]
-    return [*problems, *(problem for problem in found if problem)]
+            message, hint = filled(conflict.problem, told), filled(conflict.hint, told)
+            yield Problem(message, one or other, hint, other if one else None)
 
 
-def _warmup(facts: Facts, key: Key) -> Problem | None:
-    warmup = facts.config.training.lr_warmup
-    if warmup <= 1 or warmup.is_integer():
-        return None
-    message = t(
-        pt=f"`{facts.name(key)}`: {warmup:g} não é fração (menos de 1) nem número inteiro de passos",
-        en=f"`{facts.name(key)}`: {warmup:g} is neither a share (below 1) nor a whole number of steps",
-    )
-    return Problem(message, facts.where(key), t(pt="por exemplo 0.1, ou 100", en="for example 0.1, or 100"))
+def _wrong(facts: Facts) -> Iterator[Problem]:
+    for check in _CHECKS:
+        value = value_of(facts.config, check.key)
+        if check.key in facts.entries and check.key not in facts.failed and (wrong := check.wrong(value)):
+            doc = names.options()[check.key].doc
+            told = {"name": facts.name(check.key), "value": value, "wrong": wrong, "doc": doc}
+            yield Problem(filled(check.problem, told), facts.where(check.key), filled(check.hint, told))
 
 
-def _family(facts: Facts, key: Key) -> Problem | None:
-    family, available = facts.config.model.family, ["auto", *plugins.available("lora_trainer.families")]
-    if family in available:
-        return None
-    near = names.nearest(family, available, 0.5)
-    if near:
-        hint = t(pt=f"você quis dizer `{near}`?", en=f"did you mean `{near}`?")
-    else:
-        hint = t(pt="famílias: ", en="families: ") + ", ".join(available)
-    message = t(pt=f"não conheço a família `{family}`", en=f"unknown family `{family}`")
-    return Problem(message, facts.where(key), hint)
-
-
-def _targets(facts: Facts, key: Key) -> Problem | None:
-    try:
-        re.compile(facts.config.model.lora_targets)
-    except re.error as error:
-        message = t(
-            pt=f"`{facts.name(key)}`: expressão regular inválida ({error})",
-            en=f"`{facts.name(key)}`: invalid regular expression ({error})",
-        )
-        option = names.options()[key]
-        return Problem(message, facts.where(key), t(pt=option.doc_pt, en=option.doc_en))
-    return None
-
-
-def _layer_rules(facts: Facts, key: Key) -> Problem | None:
-    for rule in facts.config.model.lora_rules:
-        try:
-            re.compile(rule["target"])
-        except re.error as error:
-            message = t(
-                pt=f"`{facts.name(key)}`: expressão regular inválida em `{rule['target']}` ({error})",
-                en=f"`{facts.name(key)}`: invalid regular expression in `{rule['target']}` ({error})",
-            )
-            return Problem(message, facts.where(key))
-    return None
-
-
-def _betas(facts: Facts, key: Key) -> Problem | None:
-    wrong = [beta for beta in facts.config.training.betas or () if not 0 <= beta < 1]
-    if not wrong:
-        return None
-    message = t(
-        pt=f"`{facts.name(key)}`: esperava valores de 0 até menos de 1, veio {wrong[0]:g}",
-        en=f"`{facts.name(key)}`: expected values from 0 to below 1, got {wrong[0]:g}",
-    )
-    return Problem(message, facts.where(key), t(pt="o usual é [0.9, 0.999]", en="[0.9, 0.999] is usual"))
-
-
-def _background(facts: Facts, key: Key) -> Problem | None:
-    from PIL import ImageColor
-
-    colour = facts.config.data.background
-    try:
-        ImageColor.getrgb(colour)
-    except ValueError:
-        message = t(
-            pt=f"`{facts.name(key)}`: não conheço a cor `{colour}`",
-            en=f"`{facts.name(key)}`: unknown colour `{colour}`",
-        )
-        return Problem(
-            message, facts.where(key), t(pt="use white, black ou '#rrggbb'", en="use white, black or '#rrggbb'")
-        )
-    return None
-
-
-def inside_run_folder(facts: Facts, name: str) -> list[Problem]:
+def inside_run_folder(facts: Facts, name: str) -> Iterator[Problem]:
     """Inputs that lie in this run's own folder, which a later start moves aside with all that is in it."""
     run = Path(os.path.realpath(os.path.join(facts.config.output.dir, name)))
-    problems = []
+    own_name: Key = ("output", "name")
     for key, option in names.options().items():
-        value = getattr(getattr(facts.config, key[0]), key[1])
-        if option.kind not in names.PATH_KINDS or key in (*OUTPUTS, *facts.failed) or not value or not name.strip():
+        value = value_of(facts.config, key)
+        if option.kind not in names.INPUT_KINDS or key in facts.failed or not value or not name.strip():
             continue
         path = Path(os.path.realpath(value))
         if os.path.isabs(value) and (path == run or run in path.parents):
-            message = t(
+            yield Problem.at(
+                facts.where(key),
                 pt=f"`{facts.name(key)}` fica na pasta desta execução ({run}), que um novo início põe de lado inteira",
                 en=f"`{facts.name(key)}` lies in this run's own folder ({run}), which a new start moves aside whole",
+                hint=t(
+                    pt=f"mude o arquivo ou a pasta de lugar, ou troque `{facts.name(own_name)}`",
+                    en=f"move the file or folder elsewhere, or change `{facts.name(own_name)}`",
+                ),
+                also=facts.where(own_name),
             )
-            hint = t(
-                pt=f"mude o arquivo ou a pasta de lugar, ou troque `{facts.name(('output', 'name'))}`",
-                en=f"move the file or folder elsewhere, or change `{facts.name(('output', 'name'))}`",
-            )
-            problems.append(Problem(message, facts.where(key), hint, facts.where(("output", "name"))))
-    return problems
 
 
 def name_problem(name: str, where: Where | None) -> Problem | None:
     """The output's name becomes a file name on every system the file may travel to."""
     bad = sorted({c for c in name if c in '<>:"/\\|?*' or ord(c) < 32 or printable(c) != c})
+    if bad:
+        shown, name = " ".join(repr(c)[1:-1] if printable(c) == c else printable(c) for c in bad), printable(name)
+        pt, en = f"`{name}` não serve para um arquivo: tem {shown}", f"`{name}` cannot name a file: it has {shown}"
+    elif not name.strip() or name != name.strip() or name.endswith(".") or name.startswith("."):
+        pt = f"`{name}` não serve para um arquivo: vazio, ou com ponto ou espaço na ponta"
+        en = f"`{name}` cannot name a file: empty, or with a dot or space at an end"
+    elif name.split(".")[0].lower() in _RESERVED:
+        pt, en = f"`{name}` é reservado no Windows", f"`{name}` is reserved on Windows"
+    elif len(name.encode()) > MAX_NAME_BYTES:
+        pt = f"`{name[:20]}…` é longo demais: até {MAX_NAME_BYTES} bytes"
+        en = f"`{name[:20]}…` is too long: up to {MAX_NAME_BYTES} bytes"
+    else:
+        return None
     hint = t(
         pt="use letras, números, espaço, `-`, `_` e `.` em `saida.nome`",
         en="use letters, numbers, space, `-`, `_` and `.` in `output.name`",
     )
-    if bad:
-        shown, name = " ".join(repr(c)[1:-1] if printable(c) == c else printable(c) for c in bad), printable(name)
-        message = t(
-            pt=f"o nome `{name}` não serve para um arquivo: tem {shown}",
-            en=f"the name `{name}` cannot name a file: it has {shown}",
-        )
-    elif not name.strip() or name != name.strip() or name.endswith(".") or name.startswith("."):
-        message = t(
-            pt=f"o nome `{name}` não serve para um arquivo: vazio, ou com ponto ou espaço na ponta",
-            en=f"the name `{name}` cannot name a file: empty, or with a dot or space at an end",
-        )
-    elif name.split(".")[0].lower() in _RESERVED:
-        message = t(pt=f"o nome `{name}` é reservado no Windows", en=f"the name `{name}` is reserved on Windows")
-    elif len(name.encode()) > MAX_NAME_BYTES:
-        message = t(
-            pt=f"o nome `{name[:20]}…` é longo demais: até {MAX_NAME_BYTES} bytes",
-            en=f"the name `{name[:20]}…` is too long: up to {MAX_NAME_BYTES} bytes",
-        )
-    else:
-        return None
-    return Problem(message, where, hint)
+    return Problem.at(where, pt=f"o nome {pt}", en=f"the name {en}", hint=hint)

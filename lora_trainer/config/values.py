@@ -11,7 +11,7 @@ import yaml
 
 from ..errors import t
 from . import names
-from .entries import Sheet, complain, is_null, pairs, where_of
+from .entries import Sheet, is_null, pairs
 from .names import Option
 
 _PLAIN_TAGS = {
@@ -25,11 +25,8 @@ _SEXAGESIMAL = re.compile(r"[-+]?\d[\d_]*(:[0-5]?\d)+(\.\d*)?")
 def convert(node: yaml.Node, option: Option, sheet: Sheet) -> Any:
     if option.kind == "any":
         return _free(node, sheet)
-    takes_list = option.many or option.kind == "resolution"
-    if isinstance(node, yaml.SequenceNode):
-        if takes_list:
-            return [_scalar(item, option, sheet) for item in node.value]
-        return _not_a_scalar(node, option, sheet)
+    if isinstance(node, yaml.SequenceNode) and (option.many or option.kind == "resolution"):
+        return [_scalar(item, option, sheet) for item in node.value]
     value = _scalar(node, option, sheet)
     return [value] if option.many and value is not None else value
 
@@ -37,7 +34,7 @@ def convert(node: yaml.Node, option: Option, sheet: Sheet) -> Any:
 def _scalar(node: yaml.Node, option: Option, sheet: Sheet) -> Any:
     if not isinstance(node, yaml.ScalarNode):
         return _not_a_scalar(node, option, sheet)
-    check_tag(node, sheet)
+    _check_tag(node, sheet)
     if is_null(node):
         return None
     if option.kind in names.NUMBER_KINDS or option.choices:
@@ -46,29 +43,23 @@ def _scalar(node: yaml.Node, option: Option, sheet: Sheet) -> Any:
 
 
 def _not_a_scalar(node: yaml.Node, option: Option, sheet: Sheet) -> None:
-    what = (
-        t(pt="uma lista", en="a list")
-        if isinstance(node, yaml.SequenceNode)
-        else t(pt="`chave: valor`", en="`key: value`")
-    )
+    read = ("uma lista", "a list") if isinstance(node, yaml.SequenceNode) else ("`chave: valor`", "`key: value`")
     name = option.shown().split(".")[1]
-    hint = t(pt="se é texto, ponha entre aspas simples", en="if it is text, put it in single quotes")
-    if option.kind != "text":
+    if option.kind == "text":
+        hint = t(pt="se é texto, ponha entre aspas simples", en="if it is text, put it in single quotes")
+    else:
         hint = t(pt="escreva um valor só", en="write a single value")
-    complain(
-        sheet,
-        where_of(node, sheet),
-        t(
-            pt=f"`{name}` espera um valor só, mas o YAML leu {what}",
-            en=f"`{name}` wants one value, but YAML read {what}",
-        ),
-        hint,
+    sheet.refuse(
+        node,
+        pt=f"`{name}` espera um valor só, mas o YAML leu {read[0]}",
+        en=f"`{name}` wants one value, but YAML read {read[1]}",
+        hint=hint,
     )
 
 
 def _free(node: yaml.Node, sheet: Sheet) -> Any:
     """A value of free type, read as OmegaConf reads it."""
-    check_tag(node, sheet)
+    _check_tag(node, sheet)
     if isinstance(node, yaml.MappingNode):
         return {key.value: _free(value, sheet) for key, value, _ in pairs(node, sheet)}
     if isinstance(node, yaml.SequenceNode):
@@ -83,43 +74,33 @@ def _free(node: yaml.Node, sheet: Sheet) -> Any:
 
 def _check_number(node: yaml.ScalarNode, sheet: Sheet) -> None:
     """Refuse what YAML 1.1 reads as octal (0123 = 83) or in base 60 (16:9 = 969)."""
+    text = node.value
     if node.style is not None:
         return
-    if _OCTAL.fullmatch(node.value):
-        plain = node.value.replace("_", "").lstrip("+-0") or "0"
-        complain(
-            sheet,
-            where_of(node, sheet),
-            t(
-                pt=f"`{node.value}` começa com zero, e o YAML o lê em base 8",
-                en=f"`{node.value}` starts with zero, and YAML reads it in base 8",
-            ),
-            t(pt=f"escreva {plain}", en=f"write {plain}"),
+    if _OCTAL.fullmatch(text):
+        plain = text.replace("_", "").lstrip("+-0") or "0"
+        sheet.refuse(
+            node,
+            pt=f"`{text}` começa com zero, e o YAML o lê em base 8",
+            en=f"`{text}` starts with zero, and YAML reads it in base 8",
+            hint=t(pt=f"escreva {plain}", en=f"write {plain}"),
         )
-    elif _SEXAGESIMAL.fullmatch(node.value):
-        complain(
-            sheet,
-            where_of(node, sheet),
-            t(
-                pt=f"`{node.value}` não é um número: o YAML o leria em base 60",
-                en=f"`{node.value}` is not a number: YAML would read it in base 60",
-            ),
-            t(
-                pt=f"escreva um número; se é texto, ponha entre aspas: '{node.value}'",
-                en=f"write a number; if it is text, quote it: '{node.value}'",
-            ),
+    elif _SEXAGESIMAL.fullmatch(text):
+        pt = f"escreva um número; se é texto, ponha entre aspas: '{text}'"
+        sheet.refuse(
+            node,
+            pt=f"`{text}` não é um número: o YAML o leria em base 60",
+            en=f"`{text}` is not a number: YAML would read it in base 60",
+            hint=t(pt=pt, en=f"write a number; if it is text, quote it: '{text}'"),
         )
 
 
-def check_tag(node: yaml.Node, sheet: Sheet) -> None:
-    if node.tag not in _PLAIN_TAGS:
-        shown = node.tag.replace("tag:yaml.org,2002:", "!!")
-        complain(
-            sheet,
-            where_of(node, sheet),
-            t(pt=f"a etiqueta `{shown}` não é aceita", en=f"the tag `{shown}` is not accepted"),
-            t(
-                pt="apague a etiqueta; se faz parte do texto, ponha tudo entre aspas simples",
-                en="delete the tag; if it is part of the text, put all of it in single quotes",
-            ),
-        )
+def _check_tag(node: yaml.Node, sheet: Sheet) -> None:
+    if node.tag in _PLAIN_TAGS:
+        return
+    shown = node.tag.replace("tag:yaml.org,2002:", "!!")
+    hint = t(
+        pt="apague a etiqueta; se faz parte do texto, ponha tudo entre aspas simples",
+        en="delete the tag; if it is part of the text, put all of it in single quotes",
+    )
+    sheet.refuse(node, pt=f"a etiqueta `{shown}` não é aceita", en=f"the tag `{shown}` is not accepted", hint=hint)

@@ -7,18 +7,17 @@ Left out: repairing broken YAML. It is shown, with the way to write it.
 
 import codecs
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from ..errors import ConfigError, t
-from .report import Problem, Source, Where
+from .report import Both, Problem, Source, Where, filled
 
 MAX_BYTES = 1_000_000
-
-QUOTE_IT = ("ponha o valor entre aspas simples: {}", "put the value in single quotes: {}")
-
 
 def decode(data: bytes, path: Path) -> tuple[str, str]:
     """(text, notice). UTF-8 and UTF-16 with or without BOM, else Windows-1252, which is then said."""
@@ -52,182 +51,154 @@ def compose(text: str, source: Source) -> tuple[yaml.Node | None, Problem | None
         before = text[: error.position]
         where = Where(source, before.count("\n"), len(before) - before.rfind("\n") - 1)
         code = error.character if isinstance(error.character, int) else ord(str(error.character)[:1] or "\0")
-        message = t(
-            pt=f"caractere que o YAML não aceita (U+{code:04X})", en=f"character YAML does not accept (U+{code:04X})"
+        return None, Problem.at(
+            where,
+            pt=f"caractere que o YAML não aceita (U+{code:04X})",
+            en=f"character YAML does not accept (U+{code:04X})",
+            hint=t(pt="apague esse caractere", en="delete that character"),
         )
-        return None, Problem(message, where, t(pt="apague esse caractere", en="delete that character"))
+
+
+class _Case:
+    """What YAML complained about, and the places it may be about."""
+
+    def __init__(self, error: yaml.MarkedYAMLError, source: Source) -> None:
+        self.source, self.problem, self.context = source, error.problem or "", error.context or ""
+        mark = error.problem_mark or error.context_mark
+        line, self.column = (mark.line, mark.column) if mark else (0, 0)
+        self.line = min(line, max(0, len(source.lines) - 1))
+        self.text = self.line_text(self.line)
+        begun = error.context_mark
+        self.begun = Where(source, begun.line, begun.column) if begun else None
+        """Where what YAML was reading began."""
+        self.key = self._content(self.begun.line if self.begun else self.line)
+        match = re.match(r"\s*(?:-\s+)*(?:[^\s\"'#:\[{][^\"'#:]*:\s+|-\s+)?", self.text)
+        start = match.end() if match else 0
+        self.value = self.text[start:].rstrip()
+        """Of a `key: value` or `- value` line."""
+        self.value_place = Where(source, self.line, start, len(self.text.rstrip()))
+
+    def line_text(self, line: int) -> str:
+        return self.source.lines[line] if line < len(self.source.lines) else ""
+
+    def at(self, start: int, end: int = 0) -> Where:
+        return Where(self.source, self.line, start, end)
+
+    def mark(self) -> Where:
+        return self.at(self.column)
+
+    def indentation(self) -> Where:
+        return self.at(len(self.text) - len(self.text.lstrip()))
+
+    def _content(self, line: int) -> Where:
+        text = self.line_text(line) or self.text
+        return Where(self.source, line, len(text) - len(text.lstrip()), len(text.rstrip()))
+
+    @property
+    def flow(self) -> str:
+        """The line on which a list or mapping in brackets began."""
+        inside = self.begun and re.search(r"flow (sequence|mapping)", self.context)
+        return self.line_text(self.begun.line) + " " if self.begun and inside else ""
+
+    def reference(self) -> Where:
+        assert self.begun
+        column = self.flow.index("${")
+        return Where(self.source, self.begun.line, column, self.flow.find("}", column) + 1)
+
+    def told(self) -> dict[str, Any]:
+        """What may stand in the texts."""
+        quoted = "'" + self.value.replace("'", "''") + "'"
+        bracket = (self.flow[self.begun.start : self.begun.start + 1] if self.begun else "").strip() or "["
+        detail = f"{self.context}; {self.problem}".strip("; ")
+        return {
+            "line": self.line + 1, "opening": self.value[:1], "bracket": bracket, "quoted": quoted,
+            "problem": self.problem, "detail": detail,
+        }  # fmt: skip
+
+
+def _misread(case: _Case) -> bool:
+    """The value starts with something that has a meaning of its own."""
+    opening, value = case.value[:1], case.value
+    closes = {"[": "]", "{": "}"}.get(opening)
+    if closes:
+        return closes in value and not value.endswith(closes)
+    return opening != "" and opening in "*&!%@`|>" and (len(value) > 1 or opening not in "|>")
+
+
+SINGLE_QUOTES = (
+    "use aspas simples ou /: 'C:\\pasta\\arquivo' ou C:/pasta/arquivo",
+    "use single quotes or /: 'C:\\folder\\file' or C:/folder/file",
+)
+"""What to do where double quotes made something else of a backslash."""
+_QUOTE_IT = ("ponha o valor entre aspas simples: {quoted}", "put the value in single quotes: {quoted}")
 
 
 @dataclass(frozen=True)
-class _Case:
-    """What YAML complained about, and the line it stood on."""
+class _Fault:
+    holds: Callable[[_Case], Any]
+    where: Callable[[_Case], Where | None]
+    problem: Both
+    hint: Both = ("", "")
 
-    source: Source
-    line: int
-    text: str
-    problem: str
-    error: yaml.MarkedYAMLError
+
+_FAULTS = (
+    _Fault(
+        lambda c: "scanning a quoted scalar" in c.context and "end of stream" in c.problem and c.begun, lambda c: c.begun,
+        ("aspas abertas e não fechadas", "quote opened and never closed"),
+        ("feche com a mesma aspa", "close it with the same quote")),
+    _Fault(
+        lambda c: "\t" in c.text[: c.indentation().start] or "'\\t'" in c.problem,
+        lambda c: c.at(max(0, c.text.find("\t")), c.text.find("\t") + 1),
+        ("tabulação (TAB) na linha {line}", "tab character on line {line}"),
+        ("troque TAB por espaços: o YAML só aceita espaços no recuo",
+         "replace TAB with spaces: YAML only takes spaces for indentation")),
+    _Fault(
+        lambda c: "escape" in c.problem, lambda c: c.at(max(0, c.column - 1), c.column + 1),
+        ("barra invertida dentro de aspas duplas", "backslash inside double quotes"), SINGLE_QUOTES),
+    _Fault(
+        _misread, lambda c: c.value_place,
+        ("o valor começa com `{opening}`, que tem outro sentido em YAML",
+         "the value starts with `{opening}`, which means something else in YAML"),
+        _QUOTE_IT),
+    _Fault(
+        lambda c: "mapping values" in c.problem and re.search(r":(\s|$)", c.value), lambda c: c.value_place,
+        ("há um segundo `: ` no valor", "there is a second `: ` in the value"), _QUOTE_IT),
+    _Fault(
+        lambda c: "could not find expected ':'" in c.problem, lambda c: c.key,
+        ("falta `: ` (dois-pontos e espaço) depois da chave", "`: ` (colon and space) is missing after the key"),
+        ("escreva `chave: valor`", "write `key: value`")),
+    _Fault(  # the `{` of a reference opens a mapping of its own there
+        lambda c: "${" in c.flow, _Case.reference,
+        ("`${{…}}` dentro de `{bracket}`", "`${{…}}` inside `{bracket}`"),
+        ("ponha a referência entre aspas: '${{secao.chave}}'", "quote the reference: '${{section.key}}'")),
+    _Fault(
+        lambda c: c.flow, lambda c: c.begun,
+        ("`{bracket}` aberto e não fechado, ou fechado no lugar errado",
+         "`{bracket}` opened and not closed, or closed in the wrong place"),
+        ("feche a lista, ou ponha o valor entre aspas simples", "close the list, or put the value in single quotes")),
+    _Fault(
+        lambda c: c.value[:1] in ("'", '"') and "<scalar>" in c.problem, _Case.mark,
+        ("há texto depois das aspas fechadas", "there is text after the closing quote"), _QUOTE_IT),
+    _Fault(
+        lambda c: "expected a single document" in c.context + c.problem, _Case.mark,
+        ("há mais de um documento no arquivo", "the file holds more than one document"),
+        ("apague a linha `---` e o que não for desta configuração",
+         "delete the `---` line and what is not of this config")),
+    _Fault(
+        lambda c: "anchor" in c.problem or "alias" in c.problem, _Case.mark,
+        ("âncora YAML inválida ({problem})", "invalid YAML anchor ({problem})")),
+    _Fault(
+        lambda c: "expected <block end>" in c.problem or "mapping values are not allowed" in c.problem, _Case.indentation,
+        ("recuo que não combina com o das linhas vizinhas", "indentation that does not match its neighbours"),
+        ("chaves da mesma seção começam na mesma coluna, com espaços",
+         "keys of one section start at the same column, with spaces")),
+    _Fault(lambda c: True, _Case.mark, ("YAML inválido ({detail})", "invalid YAML ({detail})")),
+)  # fmt: skip
+"""The first that holds is told."""
 
 
 def _explain(error: yaml.MarkedYAMLError, source: Source) -> Problem:
-    problem, context = error.problem or "", error.context or ""
-    mark = error.problem_mark or error.context_mark
-    line, column = (mark.line, mark.column) if mark else (0, 0)
-    if "scanning a quoted scalar" in context and "end of stream" in problem and error.context_mark:
-        where = Where(source, error.context_mark.line, error.context_mark.column)
-        return Problem(
-            t(pt="aspas abertas e não fechadas", en="quote opened and never closed"),
-            where,
-            t(pt="feche com a mesma aspa", en="close it with the same quote"),
-        )
-    line = min(line, max(0, len(source.lines) - 1))
-    text = source.lines[line] if source.lines else ""
-    case = _Case(source, line, text, problem, error)
-    for test in (_tab, _escape, _needs_quotes, _two_colons, _missing_space, _bracket, _after_quote):
-        if found := test(case):
-            return found
-    where = Where(source, line, column)
-    if "expected a single document" in context + problem:
-        message = t(pt="há mais de um documento no arquivo", en="the file holds more than one document")
-        return Problem(
-            message,
-            where,
-            t(
-                pt="apague a linha `---` e o que não for desta configuração",
-                en="delete the `---` line and what is not of this config",
-            ),
-        )
-    if "anchor" in problem or "alias" in problem:
-        message = t(pt=f"âncora YAML inválida ({problem})", en=f"invalid YAML anchor ({problem})")
-        return Problem(message, where)
-    if "expected <block end>" in problem or "mapping values are not allowed" in problem:
-        return Problem(
-            t(
-                pt="recuo que não combina com o das linhas vizinhas",
-                en="indentation that does not match its neighbours",
-            ),
-            Where(source, line, len(text) - len(text.lstrip())),
-            t(
-                pt="chaves da mesma seção começam na mesma coluna, com espaços",
-                en="keys of one section start at the same column, with spaces",
-            ),
-        )
-    detail = f"{context}; {problem}".strip("; ")
-    return Problem(t(pt=f"YAML inválido ({detail})", en=f"invalid YAML ({detail})"), where)
-
-
-def _value_start(text: str) -> int:
-    """Column where the value of a `key: value` or `- value` line begins."""
-    match = re.match(r"\s*(?:-\s+)*(?:[^\s\"'#:\[{][^\"'#:]*:\s+|-\s+)?", text)
-    return match.end() if match else 0
-
-
-def _quoted(text: str, start: int) -> str:
-    value = text[start:].rstrip()
-    return "'" + value.replace("'", "''") + "'"
-
-
-def _tab(case: _Case) -> Problem | None:
-    indent = case.text[: len(case.text) - len(case.text.lstrip())]
-    if "\t" not in indent and "'\\t'" not in case.problem:
-        return None
-    column = max(0, case.text.find("\t"))
-    message = t(pt=f"tabulação (TAB) na linha {case.line + 1}", en=f"tab character on line {case.line + 1}")
-    hint = t(
-        pt="troque TAB por espaços: o YAML só aceita espaços no recuo",
-        en="replace TAB with spaces: YAML only takes spaces for indentation",
-    )
-    return Problem(message, Where(case.source, case.line, column, column + 1), hint)
-
-
-def _escape(case: _Case) -> Problem | None:
-    if "escape" not in case.problem:
-        return None
-    column = case.error.problem_mark.column if case.error.problem_mark else 0
-    return Problem(
-        t(pt="barra invertida dentro de aspas duplas", en="backslash inside double quotes"),
-        Where(case.source, case.line, max(0, column - 1), column + 1),
-        t(
-            pt="use aspas simples ou /: 'C:\\pasta\\arquivo' ou C:/pasta/arquivo",
-            en="use single quotes or /: 'C:\\folder\\file' or C:/folder/file",
-        ),
-    )
-
-
-def _needs_quotes(case: _Case) -> Problem | None:
-    start = _value_start(case.text)
-    value = case.text[start:].rstrip()
-    opening = value[:1]
-    closes = {"[": "]", "{": "}"}.get(opening, "")
-    after_bracket = bool(closes) and closes in value and not value.endswith(closes)
-    if not (after_bracket or (opening and opening in "*&!%@`|>" and (len(value) > 1 or opening not in "|>"))):
-        return None
-    message = t(
-        pt=f"o valor começa com `{opening}`, que tem outro sentido em YAML",
-        en=f"the value starts with `{opening}`, which means something else in YAML",
-    )
-    hint = t(pt=QUOTE_IT[0], en=QUOTE_IT[1]).format(_quoted(case.text, start))
-    return Problem(message, Where(case.source, case.line, start, len(case.text.rstrip())), hint)
-
-
-def _two_colons(case: _Case) -> Problem | None:
-    start = _value_start(case.text)
-    if "mapping values" not in case.problem or not re.search(r":(\s|$)", case.text[start:]):
-        return None
-    return Problem(
-        t(pt="há um segundo `: ` no valor", en="there is a second `: ` in the value"),
-        Where(case.source, case.line, start, len(case.text.rstrip())),
-        t(pt=QUOTE_IT[0], en=QUOTE_IT[1]).format(_quoted(case.text, start)),
-    )
-
-
-def _missing_space(case: _Case) -> Problem | None:
-    if "could not find expected ':'" not in case.problem:
-        return None
-    mark = case.error.context_mark or case.error.problem_mark
-    line = mark.line if mark else case.line
-    text = case.source.lines[line] if line < len(case.source.lines) else case.text
-    return Problem(
-        t(pt="falta `: ` (dois-pontos e espaço) depois da chave", en="`: ` (colon and space) is missing after the key"),
-        Where(case.source, line, len(text) - len(text.lstrip()), len(text.rstrip())),
-        t(pt="escreva `chave: valor`", en="write `key: value`"),
-    )
-
-
-def _after_quote(case: _Case) -> Problem | None:
-    start = _value_start(case.text)
-    if case.text[start : start + 1] not in ("'", '"') or "<scalar>" not in case.problem:
-        return None
-    return Problem(
-        t(pt="há texto depois das aspas fechadas", en="there is text after the closing quote"),
-        Where(case.source, case.line, case.error.problem_mark.column if case.error.problem_mark else start),
-        t(pt=QUOTE_IT[0], en=QUOTE_IT[1]).format(_quoted(case.text, start)),
-    )
-
-
-def _bracket(case: _Case) -> Problem | None:
-    mark = case.error.context_mark
-    if mark is None or not re.search(r"flow (sequence|mapping)", case.error.context or ""):
-        return None
-    line = case.source.lines[mark.line] if mark.line < len(case.source.lines) else ""
-    opening = line[mark.column : mark.column + 1] or "["
-    if "${" in line:
-        # The `{` of a reference opens a mapping of its own there.
-        column = line.index("${")
-        message = t(pt=f"`${{…}}` dentro de `{opening}`", en=f"`${{…}}` inside `{opening}`")
-        return Problem(
-            message,
-            Where(case.source, mark.line, column, line.find("}", column) + 1),
-            t(pt="ponha a referência entre aspas: '${secao.chave}'", en="quote the reference: '${section.key}'"),
-        )
-    return Problem(
-        t(
-            pt=f"`{opening}` aberto e não fechado, ou fechado no lugar errado",
-            en=f"`{opening}` opened and not closed, or closed in the wrong place",
-        ),
-        Where(case.source, mark.line, mark.column),
-        t(
-            pt="feche a lista, ou ponha o valor entre aspas simples",
-            en="close the list, or put the value in single quotes",
-        ),
-    )
+    case = _Case(error, source)
+    fault = next(fault for fault in _FAULTS if fault.holds(case))
+    told = case.told()
+    return Problem(filled(fault.problem, told), fault.where(case), filled(fault.hint, told))

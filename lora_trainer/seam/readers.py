@@ -1,6 +1,6 @@
 """Which programs read a family's files, as data: it decides the usual layout, whose loader proves a file, what users are told.
 
-Read against the programs' sources; `diffusers` stands where the loader of the family's pipeline makes of the file what was
+As README and the layouts' docstrings tell; `diffusers` stands where the loader of the family's pipeline makes of the file what was
 trained.
 """
 

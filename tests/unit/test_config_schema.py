@@ -6,7 +6,7 @@ import re
 import pytest
 
 from lora_trainer.config import json_schema, names
-from lora_trainer.config.schema import MOVED, WORDS, Config
+from lora_trainer.config.schema import Config
 
 
 def test_schema_json_is_up_to_date() -> None:
@@ -42,23 +42,22 @@ def test_every_option_is_declared_whole() -> None:
 @pytest.mark.parametrize("section", list(names.sections()))
 def test_no_spelling_means_two_options(section: str) -> None:
     own = [o for o in names.options().values() if o.section == section]
-    guests = [names.options()[home, name] for (guest, name), home in MOVED.items() if guest == section]
+    guests = [o for o in names.options().values() if o.also_in == section]
     for one, other in itertools.combinations(own + guests, 2):
         assert not {one.name, one.pt} & {other.name, other.pt}
 
 
 def test_words_mean_real_choices() -> None:
-    by_name = {option.name: option for option in names.options().values()}
-    for name, words in WORDS.items():
-        if by_name[name].choices:
-            assert set(words.values()) <= set(by_name[name].choices)
+    for option in names.options().values():
+        if option.choices:
+            assert set(option.words.values()) <= set(option.choices)
 
 
-def test_foreign_names_point_at_real_options_and_are_no_own_names() -> None:
-    assert set(names.FOREIGN.values()) <= set(names.options())
+def test_foreign_names_mean_one_option_and_are_no_own_names() -> None:
+    assert len(names.foreign()) == sum(len(option.elsewhere) for option in names.options().values()) > 90
     own = {(o.section, spelling) for o in names.options().values() for spelling in (o.name, o.pt)}
-    for foreign, (section, _) in names.FOREIGN.items():
-        assert (section, foreign) not in own
+    for foreign, option in names.foreign().items():
+        assert (option.section, foreign) not in own
 
 
 def test_defaults_are_valid() -> None:
