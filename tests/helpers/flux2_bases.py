@@ -19,6 +19,7 @@ from lora_trainer.families.flux2 import names as flux2_names
 from lora_trainer.families.flux2.vae import _locate_original
 from lora_trainer.files.kinds import Part
 
+from . import originals
 from .flux_bases import randomised, to_fp8, write_gguf
 from .llm_files import TEXTS, body_of, comfy_state, tiny_text_config, whole_model, write_qwen_tokenizer
 
@@ -76,17 +77,7 @@ def random_modules(configs: dict[str, dict[str, Any]], model: str) -> dict[str, 
 
 def original_state(transformer: nn.Module) -> dict[str, Tensor]:
     """The transformer under Black Forest Labs' names."""
-    state: dict[str, Any] = {}
-    for name, value in transformer.state_dict().items():
-        layer, _, leaf = name.rpartition(".")
-        place = flux2_names.original(layer, WIDTH)
-        assert place is not None
-        key = f"{place.name}.{'scale' if place.name.endswith('_norm') else leaf}"
-        if place.rows:
-            state.setdefault(key, {})[place.slot] = value
-        else:
-            state[key] = torch.cat(value.chunk(2)[::-1]) if layer == "norm_out.linear" else value
-    return {key: torch.cat([v[i] for i in range(3)]) if isinstance(v, dict) else v for key, v in state.items()}
+    return originals.original_state(transformer, flux2_names.FLUX2)
 
 
 def original_vae(vae: nn.Module) -> dict[str, Tensor]:

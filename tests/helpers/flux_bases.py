@@ -4,7 +4,7 @@ fp8 (plain and scaled), GGUF and 4 bits, all in one. Names come from diffusers' 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from lora_trainer.bases.components import BUILDERS
 from lora_trainer.bases.parts import build_t5
 from lora_trainer.families.flux import names as flux_names
 
+from . import originals
 from .original_checkpoint import original_names, write_words
 
 WIDTH, HEADS = 64, 2
@@ -73,19 +74,9 @@ def randomised(modules: dict[str, nn.Module], seed: int = 0) -> dict[str, nn.Mod
 
 
 def original_state(transformer: nn.Module) -> dict[str, Tensor]:
-    """The transformer under Black Forest Labs' names; `converted` turns it back as diffusers does."""
-    state: dict[str, Tensor] = {}
-    fused: dict[str, dict[int, Tensor]] = {}
-    for name, value in transformer.state_dict().items():
-        layer, _, leaf = name.rpartition(".")
-        place = flux_names.original(layer, WIDTH)
-        assert place is not None
-        key = f"{place.name}.{'scale' if flux_names.is_scale(place.name) else leaf}"
-        if place.rows:
-            fused.setdefault(key, {})[place.slot] = value
-        else:
-            state[key] = torch.cat(value.chunk(2)[::-1]) if layer == "norm_out.linear" else value
-    return state | {key: torch.cat([parts[i] for i in range(len(parts))]) for key, parts in fused.items()}
+    """The transformer (FLUX's or Chroma's) under Black Forest Labs' names; `converted` turns it back as diffusers does."""
+    chroma = "approximator_layers" in cast(Any, transformer).config
+    return originals.original_state(transformer, flux_names.CHROMA if chroma else flux_names.FLUX)
 
 
 def converted(state: dict[str, Tensor], monkeypatch: Any) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from lora_trainer.bases.parts import build_t5
 from lora_trainer.families.sd3 import names as sd3_names
 
 from .flux_bases import randomised, to_fp8, write_gguf, write_t5_tokenizer
+from . import originals
 from .original_checkpoint import original_names, write_words
 
 KINDS = ("fp32", "fp8", "fp8_scaled", "gguf", "all_in_one")
@@ -71,21 +72,7 @@ def random_modules(configs: dict[str, dict[str, Any]], seed: int = 0) -> dict[st
 
 def original_state(transformer: nn.Module) -> dict[str, Tensor]:
     """The transformer under Stability's names; diffusers' converter turns it back."""
-    state: dict[str, Tensor] = {}
-    fused: dict[str, dict[int, Tensor]] = {}
-    for name, value in transformer.state_dict().items():
-        if name == "pos_embed.pos_embed":
-            state["pos_embed"] = value
-            continue
-        layer, _, leaf = name.rpartition(".")
-        place = sd3_names.original(layer, LAYERS)
-        assert place is not None
-        key = f"{place.name}.{leaf}"
-        if place.third is not None:
-            fused.setdefault(key, {})[place.third] = value
-        else:
-            state[key] = torch.cat(value.chunk(2)[::-1]) if place.swapped else value
-    return state | {key: torch.cat([thirds[i] for i in range(3)]) for key, thirds in fused.items()}
+    return originals.original_state(transformer, sd3_names.SD3)
 
 
 def write_folder(path: Path, *, t5: bool = True, first: bool = False) -> dict[str, nn.Module]:

@@ -15,6 +15,7 @@ from lora_trainer.families.z_image import names
 from . import flux_bases
 from .flux_bases import randomised, to_fp8, write_gguf
 from .llm_files import body_of, comfy_state, tiny_text_config, whole_model, write_qwen_tokenizer
+from . import originals
 from .original_checkpoint import original_names
 
 WIDTH, HEADS = 96, 3
@@ -49,14 +50,7 @@ def random_modules(configs: dict[str, dict[str, Any]]) -> dict[str, nn.Module]:
 
 def original_state(transformer: nn.Module) -> dict[str, Tensor]:
     """The transformer under its own names, as z_image_turbo_bf16.safetensors has them."""
-    state: dict[str, Any] = {}
-    for name, value in transformer.state_dict().items():
-        place = names.original(name)
-        if place.third is None:
-            state[place.name] = value
-        else:
-            state.setdefault(place.name, {})[place.third] = value
-    return {key: torch.cat([v[i] for i in range(3)]) if isinstance(v, dict) else v for key, v in state.items()}
+    return originals.original_state(transformer, names.Z_IMAGE)
 
 
 def parts(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
