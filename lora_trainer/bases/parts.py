@@ -14,14 +14,15 @@ from torch import nn
 
 from ..config.names import shown
 from ..config.schema import ModelConfig
-from ..engine.packed_gguf import unpacked_notice
 from ..errors import SourceError, t
+from ..files.gguf_names import tensor_name
 from ..files.kinds import Kind, Part
 from ..files.sources import Source, open_source
 from . import architecture, int8, single_file
 from . import stored as _stored
 from .component import Component
 from .components import BUILDERS, Networks
+from .gguf import GgufWeights
 from .weights import Locate, Piece, Weights
 
 Config = dict[str, Any]
@@ -88,24 +89,10 @@ def build_t5(config: Mapping[str, Any]) -> nn.Module:
     return encoder
 
 
-_T5_GGUF = {
-    "layer.0.SelfAttention.q": "attn_q", "layer.0.SelfAttention.k": "attn_k", "layer.0.SelfAttention.v": "attn_v",
-    "layer.0.SelfAttention.o": "attn_o", "layer.0.SelfAttention.relative_attention_bias": "attn_rel_b",
-    "layer.0.layer_norm": "attn_norm", "layer.1.layer_norm": "ffn_norm", "layer.1.DenseReluDense.wi_0": "ffn_gate",
-    "layer.1.DenseReluDense.wi_1": "ffn_up", "layer.1.DenseReluDense.wo": "ffn_down",
-}  # fmt: skip
-"""llama.cpp's names inside `enc.blk.N.`."""
-
-
 def t5_keys(name: str) -> list[str]:
-    """Spellings of a parameter of T5's encoder."""
-    if name == "encoder.embed_tokens.weight":
-        return ["shared.weight", name, "token_embd.weight"]
-    if name == "encoder.final_layer_norm.weight":
-        return [name, "enc.output_norm.weight"]
-    _, _, number, rest = name.split(".", 3)
-    layer, _, leaf = rest.rpartition(".")
-    return [name, f"enc.blk.{number}.{_T5_GGUF[layer]}.{leaf}"]
+    """Spellings of a parameter of T5's encoder, llama.cpp's last."""
+    shared = ["shared.weight"] if name == "encoder.embed_tokens.weight" else []
+    return [*shared, name, *filter(None, [tensor_name([*shared, name][0], "t5encoder")])]
 
 
 def _locate_t5(part: Part | None) -> Locate:
@@ -270,8 +257,8 @@ def _ours(config: Mapping[str, Any]) -> Config:
 
 def _kept_notice(transformer: Component) -> str:
     weights = transformer.weights
-    if isinstance(weights, _stored.GgufWeights) and (kinds := weights.unpacked_kinds()):
-        return unpacked_notice(weights.file, kinds)
+    if isinstance(weights, GgufWeights) and weights.unpacked_kinds():
+        return weights.unpacked_notice()
     formats = _stored.stored_formats(transformer.weights, transformer.used_keys())
     if any(transformer.weights.header[key].dtype == "I8" for key in transformer.used_keys()):
         return int8.notice()

@@ -42,6 +42,8 @@ class Piece:
     share: Share = WHOLE
     swapped: bool = False
     pairs: int = 0
+    shift: float = 0.0
+    """What is added to the values."""
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         shape = (self.span(stored[0])[1], *stored[1:]) if stored else stored
@@ -56,7 +58,11 @@ class Piece:
         if self.share != WHOLE:
             first, number = self.span(len(tensor))
             tensor = tensor[first : first + number]
-        return self.ordered(tensor.T if self.transposed else tensor)
+        return self.finished(tensor.T if self.transposed else tensor)
+
+    def finished(self, rows: Tensor) -> Tensor:
+        rows = self.ordered(rows)
+        return rows + self.shift if self.shift else rows
 
     def ordered(self, rows: Tensor) -> Tensor:
         if self.pairs:
@@ -140,6 +146,10 @@ class Weights:
         if scale.numel() > 1:  # one factor for each output row
             scale = scale.reshape(-1, *[1] * (tensor.ndim - 1))
         return tensor.float() * scale
+
+    def part(self, piece: Piece) -> Tensor:
+        """A parameter's value."""
+        return piece.cut(self.value(piece.key))
 
     def digest(self, keys: Iterable[str]) -> str:
         """A hash of names, shapes and bytes: the same weights in the same layout, wherever the file lies."""

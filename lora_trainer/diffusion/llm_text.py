@@ -34,18 +34,12 @@ from ..bases.weights import Locate, Piece
 from ..config.names import shown
 from ..engine.host import is_fake
 from ..errors import SourceError, t
+from ..files.gguf_names import tensor_name
 from ..files.kinds import Kind, Part
 from ..seam.family import Example
 
 STARTS = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
 """What may stand before `layers.0.…`."""
-_GGUF = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-"""llama.cpp's names inside `blk.N.`."""
 _NOT_TEXT = ("architectures", "dtype", "torch_dtype", "model_type", "vision_config", "text_config", "auto_map", *NOT_OURS)
 
 
@@ -164,14 +158,10 @@ def locate(model: str, part: Part | None = None, standard: Config | None = None)
 
 
 def gguf_key(name: str) -> str:
-    """llama.cpp's name for a parameter of the body."""
-    if name == "embed_tokens.weight":
-        return "token_embd.weight"
-    if name == "norm.weight":
-        return "output_norm.weight"
-    _, number, rest = name.split(".", 2)
-    layer, _, leaf = rest.rpartition(".")
-    return f"blk.{number}.{_GGUF[layer]}.{leaf}"
+    """llama.cpp's name for a parameter of the body. Qwen3's has all layers that any of MODELS has."""
+    found = tensor_name(f"model.{name}", "qwen3")
+    assert found is not None, f"no key for {name}"
+    return found
 
 
 def _shape(part: Part, name: str) -> tuple[int, ...] | None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from diffusers import AutoencoderKL, SD3Transformer2DModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -17,8 +16,8 @@ from lora_trainer.bases.components import BUILDERS
 from lora_trainer.bases.parts import build_t5
 from lora_trainer.families.sd3 import names as sd3_names
 
-from .flux_bases import randomised, to_fp8, write_gguf, write_t5_tokenizer
 from . import originals
+from .flux_bases import randomised, to_fp8, write_gguf, write_t5_tokenizer
 from .original_checkpoint import original_names, write_words
 
 KINDS = ("fp32", "fp8", "fp8_scaled", "gguf", "all_in_one")

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from lora_trainer.bases import architecture
 from lora_trainer.families.z_image import names
 
-from . import flux_bases
+from . import flux_bases, originals
 from .flux_bases import randomised, to_fp8, write_gguf
 from .llm_files import body_of, comfy_state, tiny_text_config, whole_model, write_qwen_tokenizer
-from . import originals
 from .original_checkpoint import original_names
 
 WIDTH, HEADS = 96, 3
