@@ -23,7 +23,7 @@ from . import stored as _stored
 from .component import Component
 from .components import BUILDERS, Networks
 from .gguf import GgufWeights
-from .weights import Locate, Piece, Weights
+from .weights import Locate, Piece, Spelled, Weights
 
 Config = dict[str, Any]
 NOT_OURS = ("quantization_config", "_name_or_path", "_diffusers_version")
@@ -103,20 +103,15 @@ def _locate_t5(part: Part | None) -> Locate:
 def _describe_t5(part: Part, standard: Config) -> tuple[Config, Locate]:
     """All sizes can be read off the tensors."""
 
-    def shape(name: str) -> tuple[int, ...]:
-        return next((found for key in t5_keys(f"{name}.weight") if (found := part.shape(key))), (1, 1))
-
-    block = "encoder.block.0.layer"
-    (vocabulary, width), heads = shape("encoder.embed_tokens"), shape(f"{block}.0.SelfAttention.relative_attention_bias")
-    layers = 0
-    while any(key in part for key in t5_keys(f"encoder.block.{layers}.layer.0.layer_norm.weight")):
-        layers += 1
+    file, block = Spelled(part.header, _locate_t5(part)), "encoder.block.0.layer"
+    vocabulary, width = file.sides("encoder.embed_tokens")
+    buckets, heads = file.sides(f"{block}.0.SelfAttention.relative_attention_bias")
     config = standard | {
-        "vocab_size": vocabulary, "d_model": width, "num_layers": layers, "num_heads": heads[1],
-        "d_kv": shape(f"{block}.0.SelfAttention.q")[0] // heads[1], "d_ff": shape(f"{block}.1.DenseReluDense.wi_0")[0],
-        "relative_attention_num_buckets": heads[0],
+        "vocab_size": vocabulary, "d_model": width, "num_heads": heads, "relative_attention_num_buckets": buckets,
+        "num_layers": file.count("encoder.block.{}.layer.0.layer_norm.weight"),
+        "d_kv": file.sides(f"{block}.0.SelfAttention.q")[0] // heads, "d_ff": file.sides(f"{block}.1.DenseReluDense.wi_0")[0],
     }  # fmt: skip
-    return config, _locate_t5(part)
+    return config, file.locate
 
 
 CLIP_L = Slot(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..engine.assign import assign
 from ..engine.four_bit import BLOCK, FourBit
 from ..engine.packed import PackedLinear, Packing, RowScaled, _Packed
-from ..engine.packed_gguf import PackedEmbedding, packing_for, unpacks_rows
+from ..engine.packed_gguf import GgufBlocks, PackedEmbedding, unpacks_rows
 from ..engine.tracker import host_memory
 from ..files.gguf_blocks import LAYOUTS, PLAIN
 from ..files.gguf_reader import is_gguf, open_gguf
@@ -72,7 +72,7 @@ def packing_of(weights: Weights, piece: Piece, layer: Any) -> Packing | None:
     kind = weights.header[piece.key].dtype
     if isinstance(weights, GgufWeights):
         narrow = kind in PLAIN and PLAIN[kind].itemsize < layer.weight.dtype.itemsize
-        return packing_for(kind) if kind in LAYOUTS or narrow else None
+        return GgufBlocks(kind) if kind in LAYOUTS or narrow else None
     if kind in FP8:
         return RowScaled(DTYPES[kind], (nn.Linear,))
     state = quant_state(weights, piece.key) if kind == "U8" else None

@@ -5,6 +5,7 @@ that torch refuses where a header is not aligned. What a file stores in few bits
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,31 @@ class Piece:
 
 Locate = Callable[[str], Sequence[Piece]]
 """A module's parameter name -> the pieces that may hold it, the likeliest first."""
+
+
+@dataclass(frozen=True)
+class Spelled:
+    """The sizes that a file's header tells of a module, asked by the module's names however the file spells them."""
+
+    header: Header
+    locate: Locate
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of a parameter, as the module has it; None where the file lacks it."""
+        pieces = (piece for piece in self.locate(name) if piece.key in self.header)
+        return next((piece.shape(self.header[piece.key].shape) for piece in pieces), None)
+
+    def sides(self, layer: str, rank: int = 2) -> tuple[int, ...]:
+        """Of a layer's weight; ones where it is missing or of another rank."""
+        shape = self.shape(f"{layer}.weight")
+        return shape if shape is not None and len(shape) == rank else (1,) * rank
+
+    def __contains__(self, name: str) -> bool:
+        return any(piece.key in self.header for piece in self.locate(name))
+
+    def count(self, pattern: str) -> int:
+        """How many of pattern.format(0), pattern.format(1), … are there without a gap."""
+        return next(number for number in itertools.count() if pattern.format(number) not in self)
 
 
 class Weights:

@@ -5,7 +5,6 @@ takes and training sees exactly the weights that llama.cpp runs. Embeddings stay
 are looked up. Tensors that hold plain numbers become ordinary parameters unless they are narrower than the wanted dtype.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..files.gguf_blocks import LAYOUTS, PLAIN, SUPPORTED, dequantize, row_bytes
+from ..files.gguf_blocks import LAYOUTS, PLAIN, dequantize, row_bytes
 from .packed import Packing, _Packed
 
 
@@ -42,12 +41,6 @@ class GgufBlocks(Packing):
 
     def unpack(self, packed: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return dequantize(packed[0], self.kind, dtype).view(shape)
-
-
-@functools.cache
-def packing_for(kind: str) -> GgufBlocks:
-    assert kind in SUPPORTED, kind
-    return GgufBlocks(kind)
 
 
 class PackedEmbedding(_Packed, nn.Embedding):  # type: ignore[override]

@@ -18,7 +18,6 @@ from lora_trainer.engine.packed import PackedLinear, packed_weights
 from lora_trainer.engine.packed_gguf import (
     GgufBlocks,
     PackedEmbedding,
-    packing_for,
 )
 from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.errors import SourceError
@@ -120,8 +119,7 @@ def test_loading_holds_one_tensor_more(q4_k):
 
 
 def test_blocks_are_not_made_from_weights():
-    packing = packing_for("Q4_K")
-    assert packing == GgufBlocks("Q4_K")
+    packing = GgufBlocks("Q4_K")
     with pytest.raises(AssertionError, match="read, not made"):
         packing.pack(torch.zeros(4, 256))
     assert packing.fits(nn.Linear(256, 4))
