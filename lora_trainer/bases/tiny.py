@@ -6,11 +6,14 @@ Random weights are drawn in the order of `parts`, so an order once chosen keeps 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from .weights import Locate, Piece
+from ..files.kinds import Part
+from .originals import Original, Places, locate
+from .weights import Locate
 
 Numbers = Mapping[str, Any]
 KINDS = ("fp32", "fp8", "fp8_scaled", "gguf", "all_in_one")
@@ -48,11 +51,6 @@ class Encoder:
     special: tuple[str, ...] = ()
 
 
-def as_named(config: Numbers) -> Locate:
-    """Single files have diffusers' names."""
-    return lambda name: [Piece(name)]
-
-
 def unchanged(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return state
 
@@ -75,8 +73,8 @@ class Tiny:
     """Architecture that GGUF files name."""
     release: str = ""
     """Of arch/, if it is not called as the family."""
-    locate: Callable[[Numbers], Locate] = as_named
-    """Where single files have the transformer's weights, by its config."""
+    original: Original | None = None
+    """The transformer's layout in single files; None: diffusers' own."""
     locate_vae: Callable[[Numbers], Locate] | None = None
     """The same for a VAE that is not Stable Diffusion's."""
     stored_vae: Callable[[dict[str, Tensor]], dict[str, Tensor]] = unchanged
@@ -98,6 +96,11 @@ class Tiny:
     """Of single files; the first is the plain one."""
     training: Numbers = field(default_factory=lambda: {"peso_niveis": "cosmap"})
     """Options of `treino` that its golden losses depend on: of rectified flow, if nothing is said."""
+
+    def locate(self, config: Numbers) -> Locate:
+        """Where single files have the transformer's weights, by its config."""
+        places = self.original.places_of(config) if self.original else Places()
+        return partial(locate, Part({}, ""), places)
 
     @property
     def encoders(self) -> dict[str, Encoder]:

@@ -5,9 +5,11 @@ that torch refuses where a header is not aligned. What a file stores in few bits
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -25,37 +27,43 @@ FP8 = ("F8_E4M3", "F8_E5M2")
 HASH_CHUNK_BYTES = 1 << 22
 
 
+Share = tuple[Fraction, Fraction]
+"""Of a tensor's rows: where it begins, how much it is."""
+WHOLE: Share = (Fraction(0), Fraction(1))
+
+
 @dataclass(frozen=True)
 class Piece:
-    """Where a parameter may lie: a key; of a fused tensor, which `third` or which `rows` (first, number); whether it is
-    stored transposed, with its two halves of rows exchanged, or with the rows of each of `pairs` heads that rotate together
-    side by side (llama.cpp) instead of half a head apart."""
+    """Where a parameter may lie: a key; of a fused tensor, which `share` of the rows; whether it is stored transposed, with
+    its two halves of rows exchanged, or with the rows of each of `pairs` heads that rotate together side by side (llama.cpp)
+    instead of half a head apart."""
 
     key: str
-    third: int | None = None
     transposed: bool = False
-    rows: tuple[int, int] | None = None
+    share: Share = WHOLE
     swapped: bool = False
     pairs: int = 0
+    shift: float = 0.0
+    """What is added to the values."""
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        number = self.span(stored[0])[1] if stored else 0
-        shape = (number, *stored[1:]) if stored else stored
+        shape = (self.span(stored[0])[1], *stored[1:]) if stored else stored
         return shape[::-1] if self.transposed else shape
 
     def span(self, stored_rows: int) -> tuple[int, int]:
         """First row, number of rows."""
-        if self.third is not None:
-            return self.third * (stored_rows // 3), stored_rows // 3
-        if self.rows is not None:
-            return self.rows[0], max(0, min(self.rows[1], stored_rows - self.rows[0]))
-        return 0, stored_rows
+        first, number = self.share
+        return int(first * stored_rows), int(number * stored_rows)
 
     def cut(self, tensor: Tensor) -> Tensor:
-        if self.third is not None or self.rows is not None:
+        if self.share != WHOLE:
             first, number = self.span(len(tensor))
             tensor = tensor[first : first + number]
-        return self.ordered(tensor.T if self.transposed else tensor)
+        return self.finished(tensor.T if self.transposed else tensor)
+
+    def finished(self, rows: Tensor) -> Tensor:
+        rows = self.ordered(rows)
+        return rows + self.shift if self.shift else rows
 
     def ordered(self, rows: Tensor) -> Tensor:
         if self.pairs:
@@ -65,6 +73,31 @@ class Piece:
 
 Locate = Callable[[str], Sequence[Piece]]
 """A module's parameter name -> the pieces that may hold it, the likeliest first."""
+
+
+@dataclass(frozen=True)
+class Spelled:
+    """The sizes that a file's header tells of a module, asked by the module's names however the file spells them."""
+
+    header: Header
+    locate: Locate
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of a parameter, as the module has it; None where the file lacks it."""
+        pieces = (piece for piece in self.locate(name) if piece.key in self.header)
+        return next((piece.shape(self.header[piece.key].shape) for piece in pieces), None)
+
+    def sides(self, layer: str, rank: int = 2) -> tuple[int, ...]:
+        """Of a layer's weight; ones where it is missing or of another rank."""
+        shape = self.shape(f"{layer}.weight")
+        return shape if shape is not None and len(shape) == rank else (1,) * rank
+
+    def __contains__(self, name: str) -> bool:
+        return any(piece.key in self.header for piece in self.locate(name))
+
+    def count(self, pattern: str) -> int:
+        """How many of pattern.format(0), pattern.format(1), … are there without a gap."""
+        return next(number for number in itertools.count() if pattern.format(number) not in self)
 
 
 class Weights:
@@ -139,6 +172,10 @@ class Weights:
         if scale.numel() > 1:  # one factor for each output row
             scale = scale.reshape(-1, *[1] * (tensor.ndim - 1))
         return tensor.float() * scale
+
+    def part(self, piece: Piece) -> Tensor:
+        """A parameter's value."""
+        return piece.cut(self.value(piece.key))
 
     def digest(self, keys: Iterable[str]) -> str:
         """A hash of names, shapes and bytes: the same weights in the same layout, wherever the file lies."""

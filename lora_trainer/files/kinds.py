@@ -4,6 +4,7 @@ mistakes.
 A kind is claimed only on evidence that no other kind has; whatever is left is "unknown", never a default family.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -116,10 +117,7 @@ class Part:
 
     def count(self, pattern: str) -> int:
         """How many of pattern.format(0), pattern.format(1), … are there without a gap."""
-        number = 0
-        while pattern.format(number) in self:
-            number += 1
-        return number
+        return next(number for number in itertools.count() if pattern.format(number) not in self)
 
 
 def find_part(header: Header, name: str) -> Part | None:

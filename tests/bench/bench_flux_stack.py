@@ -14,12 +14,12 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 import numpy as np  # noqa: E402
 from gguf import GGMLQuantizationType, GGUFWriter  # noqa: E402
+from helpers.bases import of, turned_round  # noqa: E402
 from helpers.measured_run import PHASES, Case, measure, predict, training_peak  # noqa: E402
 
 from lora_trainer.bases.architecture import shipped  # noqa: E402
 from lora_trainer.config.schema import Config  # noqa: E402
 from lora_trainer.families import resolve  # noqa: E402
-from lora_trainer.families.flux import names  # noqa: E402
 from lora_trainer.families.flux.family import FluxTransformer2DModel  # noqa: E402
 from lora_trainer.seam.family import Family  # noqa: E402
 
@@ -54,13 +54,8 @@ def write_q4_0(path: Path) -> None:
 
     with torch.device("meta"):
         model = FluxTransformer2DModel.from_config(shipped("flux", "transformer") | LAYERS)
-    shapes: dict[str, list[int]] = {}
-    for name, value in model.state_dict().items():
-        layer, _, leaf = name.rpartition(".")
-        place = names.original(layer, 3072)
-        assert place is not None
-        key = f"{place.name}.{'scale' if place.name.endswith('_norm') else leaf}"
-        shapes[key] = [sum(place.rows), *value.shape[1:]] if place.rows else list(value.shape)
+    state = turned_round(model.state_dict(), of("flux").tiny.locate(model.config))
+    shapes = {key: list(value.shape) for key, value in state.items()}
     writer, rng = GGUFWriter(path, "flux"), np.random.default_rng(0)
     for key, shape in shapes.items():
         if len(shape) == 2:

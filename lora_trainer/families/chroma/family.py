@@ -27,7 +27,7 @@ from ...files.kinds import Kind
 from ...files.sources import Source
 from ...seam.family import Batch, Example
 from ...seam.readers import KOHYA_WITHOUT_DIFFUSERS, TRANSFORMERS
-from ...seam.slots import Slot, flat
+from ...seam.slots import Slot
 from ..flux import names
 
 TOKENS = 512
@@ -68,6 +68,7 @@ class Chroma(TransformerFamily):
         self.tokenizer, self.tokens = t5, tokens or TOKENS
         self.token_limit = self.tokens - 1  # the end mark
         self.width = int(config["attention_head_dim"]) * int(config["num_attention_heads"])
+        self.places = names.CHROMA.places_of(config)
         self.kohya_slots = self._kohya_slot
         self.formats = TRANSFORMERS if self.width == names.RELEASED_WIDTH else KOHYA_WITHOUT_DIFFUSERS
 
@@ -127,8 +128,7 @@ class Chroma(TransformerFamily):
     # -- output
 
     def _kohya_slot(self, path: str) -> Slot | None:
-        found = names.original(path.removeprefix("transformer."), self.width)
-        return Slot(flat(found.name), found.slot, found.rows) if found else None
+        return self.places.slot(path.removeprefix("transformer."), self.width)
 
     def metadata(self) -> dict[str, str]:
         return {

@@ -1,7 +1,7 @@
 """A tiny Chroma for tests."""
 
 from ...bases.tiny import TINY_T5, TINY_VAE, Encoder, Tiny
-from ..flux.tiny import locate
+from ..flux import names
 
 TRANSFORMER = {
     "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 32, "num_attention_heads": 2,
@@ -14,6 +14,6 @@ TINY = Tiny(
     parts={"transformer": TRANSFORMER, "text_encoder": Encoder("t5", "t5xxl", TINY_T5), "vae": TINY_VAE},
     narrow={"num_layers": 3, "num_single_layers": 4, "num_attention_heads": 2, "approximator_hidden_dim": 320},
     gguf="chroma",
-    locate=locate,
+    original=names.CHROMA,
     wide_in_scaled=("distilled_guidance_layer.",),
 )

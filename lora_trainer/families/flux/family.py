@@ -26,7 +26,7 @@ from ...files.kinds import Kind
 from ...files.sources import Source
 from ...seam.family import Batch, Example
 from ...seam.readers import KOHYA_WITHOUT_DIFFUSERS, TRANSFORMERS
-from ...seam.slots import Slot, flat
+from ...seam.slots import Slot
 from . import names
 
 DEV_TOKENS, SCHNELL_TOKENS = 512, 256
@@ -65,6 +65,7 @@ class Flux(TransformerFamily):
         self.guided = bool(self.components["transformer"].config.get("guidance_embeds"))
         config = self.components["transformer"].config
         self.width = int(config["attention_head_dim"]) * int(config["num_attention_heads"])
+        self.places = names.FLUX.places_of(config)
         self.kohya_slots = self._kohya_slot
         self.formats = TRANSFORMERS if self.width == names.RELEASED_WIDTH else KOHYA_WITHOUT_DIFFUSERS
         self.tokens = tokens or (DEV_TOKENS if self.guided else SCHNELL_TOKENS)
@@ -138,10 +139,8 @@ class Flux(TransformerFamily):
     # -- output
 
     def _kohya_slot(self, path: str) -> Slot | None:
-        found = names.original(path.removeprefix("transformer."), self.width)
-        if found is None or found.name.endswith("adaLN_modulation.1"):  # its halves are exchanged there
-            return None
-        return Slot(flat(found.name), found.slot, found.rows)
+        slot = self.places.slot(path.removeprefix("transformer."), self.width)
+        return slot if slot is not None and not slot.swapped else None  # diffusers' reader exchanges no halves
 
     def metadata(self) -> dict[str, str]:
         variant = "dev" if self.guided else "schnell"

@@ -1,18 +1,12 @@
 """A tiny FLUX.1 for tests: dev, and schnell, which knows no guidance."""
 
-from ...bases.tiny import TINY_CLIP, TINY_T5, TINY_VAE, Encoder, Numbers, Tiny
-from ...bases.weights import Locate
-from ...files.kinds import Part
+from ...bases.tiny import TINY_CLIP, TINY_T5, TINY_VAE, Encoder, Tiny
 from . import names
 
 TRANSFORMER = {
     "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 32, "num_attention_heads": 2,
     "joint_attention_dim": 32, "pooled_projection_dim": 32, "guidance_embeds": True, "axes_dims_rope": [4, 14, 14],
 }  # fmt: skip
-
-
-def locate(config: Numbers) -> Locate:
-    return names.locate(Part({}, ""), config["attention_head_dim"] * config["num_attention_heads"])
 
 
 TINY = Tiny(
@@ -25,7 +19,7 @@ TINY = Tiny(
     },
     narrow={"num_layers": 3, "num_single_layers": 4, "num_attention_heads": 2},
     gguf="flux",
-    locate=locate,
+    original=names.FLUX,
     training={"peso_niveis": "cosmap", "orientacao": 2},
 )
 VARIANTS = {"schnell": TINY.changed("transformer", {"guidance_embeds": False})}

@@ -22,7 +22,7 @@ from ...diffusion.transformer import TransformerFamily
 from ...files.kinds import Kind
 from ...files.sources import Source
 from ...seam.family import Batch, Example, Framing
-from ...seam.slots import Slot, flat
+from ...seam.slots import Slot
 from . import names
 from . import vae as _flux2_vae
 from . import variant as releases
@@ -69,6 +69,7 @@ class Flux2(TransformerFamily):
         config = self.components["transformer"].config
         self.guided = bool(config.get("guidance_embeds", True))
         self.width = int(config["attention_head_dim"]) * int(config["num_attention_heads"])
+        self.places = names.FLUX2.places_of(config)
         self.kohya_slots = self._kohya_slot
         self.token_limit = max(0, tokens - len(self._ids("")))
         few_steps = None if self.guided else releases.told_distilled(source)
@@ -158,10 +159,9 @@ class Flux2(TransformerFamily):
     # -- output
 
     def _kohya_slot(self, path: str) -> Slot | None:
-        found = names.original(path.removeprefix("transformer."), self.width)
-        if found is None or "_blocks." not in found.name:  # what lies outside the blocks, diffusers' reader drops in part
+        if "_blocks." not in path:  # what lies outside the blocks, diffusers' reader drops in part
             return None
-        return Slot(flat(found.name), found.slot, found.rows)
+        return self.places.slot(path.removeprefix("transformer."), self.width)
 
     def metadata(self) -> dict[str, str]:
         return {

@@ -16,10 +16,6 @@ TRANSFORMER = {
 }  # fmt: skip
 
 
-def locate(config: Numbers) -> Locate:
-    return names.locate(Part({}, ""), config["attention_head_dim"] * config["num_attention_heads"])
-
-
 def locate_vae(config: Numbers) -> Locate:
     return vae.locate_original(Part({}, ""), len(config["block_out_channels"]))
 
@@ -39,7 +35,7 @@ TINY = Tiny(
     },
     narrow={"num_layers": 3, "num_single_layers": 4, "num_attention_heads": 2},
     gguf="flux",
-    locate=locate,
+    original=names.FLUX2,
     locate_vae=locate_vae,
     vae_file="flux2-vae",
     finish=draw_statistics,

@@ -72,7 +72,10 @@ class QwenImage21(TransformerFamily):
         self.tokenizer, self.tokens = tokenizer, tokens or TOKENS
         self.dropped, self.after = self.count_tokens(SYSTEM) or DROPPED, self.count_tokens(AFTER)
         self.token_limit = self.tokens - self.count_tokens(USER.format("")) - self.after
+        from .names import QWEN_21
+
         transformer = self.components["transformer"].config
+        self.places = QWEN_21.places_of(transformer)
         width = int(transformer["num_attention_heads"]) * int(transformer["attention_head_dim"])
         self.inner, self.kohya_slots = width * int(transformer["mlp_ratio"]), self._kohya_slot
         self.notices += tower_notice(self.components["text_encoder"])
@@ -147,11 +150,8 @@ class QwenImage21(TransformerFamily):
 
     def _kohya_slot(self, path: str) -> Slot:
         """As ComfyUI and musubi-tuner have it, whose gate and value are one matrix."""
-        name = flat(path.removeprefix("transformer."))
-        for half, ending in enumerate(("gate_layer", "proj")):
-            if name.endswith(f"img_mlp_{ending}"):
-                return Slot(f"{name.removesuffix(ending)}gate_up", half, (self.inner, self.inner))
-        return Slot(name)
+        layer = path.removeprefix("transformer.")
+        return self.places.slot(layer, self.inner) or Slot(flat(layer))
 
     def metadata(self) -> dict[str, str]:
         return {

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from ...bases.tiny import Encoder, Numbers, Tiny
 from ...bases.weights import Locate
-from ...files.kinds import Part
 from . import names, vae
 
 TRANSFORMER = {
@@ -17,11 +16,6 @@ TRANSFORMER = {
 SYSTEM = "Comprehend and analyze the provided prompt."
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %}{{ c.text }}{% endfor %}<|im_end|>\n{% endfor %}"
-
-
-def locate(config: Numbers) -> Locate:
-    inner = config["attention_head_dim"] * config["num_attention_heads"] * config["mlp_ratio"]
-    return lambda name: names.pieces(Part({}, ""), name, inner)[-1:]
 
 
 def locate_vae(config: Numbers) -> Locate:
@@ -70,7 +64,7 @@ TINY = Tiny(
     narrow={"num_layers": 4, "num_attention_heads": 2},
     gguf="qwen_image21",
     gguf_prefix="model.diffusion_model.",
-    locate=locate,
+    original=names.QWEN_21,
     locate_vae=locate_vae,
     stored_vae=stored_vae,
     vae_file="qwen_image_2.1_vae",

@@ -26,7 +26,7 @@ from ...files.kinds import Kind
 from ...files.sources import Source
 from ...seam.family import Batch, Example
 from ...seam.readers import KOHYA_WITHOUT_DIFFUSERS
-from ...seam.slots import Slot, flat
+from ...seam.slots import Slot
 from . import names as _sd3_names
 from .parts import SLOTS, build, refuse_flux_vae
 
@@ -177,12 +177,8 @@ class SD3(TransformerFamily):
     # -- output
 
     def _kohya_slot(self, path: str) -> Slot | None:
-        found = _sd3_names.original(path.removeprefix("transformer."), int(self.transformer["num_layers"]))
-        if found is None:
-            return None
-        width = int(self.transformer["caption_projection_dim"])
-        rows = () if found.third is None else (width,) * 3
-        return Slot(flat(found.name), found.third or 0, rows, found.swapped)
+        places = _sd3_names.SD3.places_of(self.transformer)
+        return places.slot(path.removeprefix("transformer."), int(self.transformer["caption_projection_dim"]))
 
     def metadata(self) -> dict[str, str]:
         release = "5-" if self.transformer.get("qk_norm") else ""

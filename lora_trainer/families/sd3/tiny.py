@@ -1,8 +1,6 @@
 """A tiny Stable Diffusion 3.5 for tests, and SD3-medium. Four blocks: one with a second attention, two plain, and the last."""
 
-from ...bases.tiny import TINY_CLIP, TINY_T5, TINY_VAE, Encoder, Numbers, Tiny
-from ...bases.weights import Locate
-from ...files.kinds import Part
+from ...bases.tiny import TINY_CLIP, TINY_T5, TINY_VAE, Encoder, Tiny
 from . import names
 
 TRANSFORMER = {
@@ -13,10 +11,6 @@ MEDIUM = {"attention_head_dim": 64, "num_attention_heads": 1, "dual_attention_la
 CLIP_G = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 13, "num_attention_heads": 1, "projection_dim": 40}
 """CLIP-G is told from CLIP-L, which has 12 layers, by their number."""
 PROJECTED, ALONE = ({"architectures": [name]} for name in ("CLIPTextModelWithProjection", "CLIPTextModel"))
-
-
-def locate(config: Numbers) -> Locate:
-    return names.locate(Part({}, ""), config["num_layers"])
 
 
 TINY = Tiny(
@@ -31,7 +25,7 @@ TINY = Tiny(
     narrow={"num_layers": 4, "num_attention_heads": 2, "caption_projection_dim": 128, "dual_attention_layers": [0, 1],
             "pos_embed_max_size": 64},
     gguf="sd3",
-    locate=locate,
+    original=names.SD3,
     vae_file="sd3_vae",
     vae_prefix="first_stage_model.",
     index={"image_encoder": [None, None], "feature_extractor": [None, None]},

@@ -72,7 +72,9 @@ class ZImage(TransformerFamily):
         super().__init__(source, settings, networks)
         self.tokenizer, self.tokens = tokenizer, tokens or TOKENS
         self.token_limit = self.tokens - self.count_tokens(TEMPLATE.format(""))
-        self.width = int(self.components["transformer"].config["dim"])
+        config = self.components["transformer"].config
+        self.width = int(config["dim"])
+        self.places = names.Z_IMAGE.places_of(config)
         self.kohya_slots = self._kohya_slot
         self.turbo = (variant := variant_of(source, settings)).turbo
         if variant.shift:
@@ -138,9 +140,8 @@ class ZImage(TransformerFamily):
         """None outside the blocks, where diffusers does not find the dots again."""
         if not re.match(_BLOCK, path):
             return None
-        found = names.original(f"{path.removeprefix('transformer.')}.weight")
-        name = flat(found.name.removesuffix(".weight"))
-        return Slot(name) if found.third is None else Slot(name, found.third, (self.width,) * 3)
+        layer = path.removeprefix("transformer.")
+        return self.places.slot(layer, self.width) or Slot(flat(layer))
 
     def metadata(self) -> dict[str, str]:
         return {

@@ -2,18 +2,12 @@
 
 from dataclasses import replace
 
-from ...bases.tiny import TINY_VAE, Encoder, Numbers, Tiny
-from ...bases.weights import Locate
-from ...files.kinds import Part
+from ...bases.tiny import TINY_VAE, Encoder, Tiny
 from . import names
 
 TRANSFORMER = {
     "dim": 96, "n_heads": 3, "n_kv_heads": 3, "n_layers": 2, "n_refiner_layers": 2, "cap_feat_dim": 32, "axes_dims": [8, 12, 12],
 }  # fmt: skip
-
-
-def locate(config: Numbers) -> Locate:
-    return names.locate(Part({}, ""))
 
 
 TINY = Tiny(
@@ -25,6 +19,6 @@ TINY = Tiny(
     },
     narrow={"dim": 384, "n_heads": 3, "n_kv_heads": 3, "n_layers": 3, "n_refiner_layers": 1},
     gguf="lumina2",
-    locate=locate,
+    original=names.Z_IMAGE,
 )
 VARIANTS = {"turbo": replace(TINY, scheduler={"shift": 3.0})}
