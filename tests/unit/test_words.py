@@ -33,7 +33,7 @@ def texts(node: ast.AST, side: str = "") -> Iterator[tuple[str, str, int]]:
         yield from (found for part, lang in zip(node.elts, ("pt", "en"), strict=True) for found in texts(part, side or lang))
         return
     for child in ast.iter_child_nodes(node):
-        spoken = isinstance(child, ast.keyword) and child.arg in ("pt", "en", "doc_pt", "doc_en")
+        spoken = isinstance(child, ast.keyword) and child.arg in ("pt", "en", "hint_pt", "hint_en")
         yield from texts(child, str(child.arg)[-2:] if spoken else side)
 
 
