@@ -12,15 +12,13 @@ from pathlib import Path
 from .. import plugins
 from ..errors import t
 from . import names
+from .declared import Conflict, conflicts
 from .entries import Entry
 from .fields import printable
 from .names import Key
 from .report import Problem, Where
 from .schema import Config
 
-WITH_8BIT = ("adamw", "adamw8bit", "pagedadamw8bit", "lion8bit")
-NOT_SEPARABLE = ("prodigy", "schedulefree_adamw")
-"""Optimizers with one estimate, or one average of the run, for all parameters."""
 MAX_NAME_BYTES = 120
 OUTPUTS: tuple[Key, ...] = (("data", "cache_dir"), ("output", "dir"))
 """Paths that are written to."""
@@ -51,38 +49,12 @@ class Facts:
         return f"{self.name(key)}: {option.word(word, lang)}"
 
 
-@dataclass(frozen=True)
-class _Conflict:
-    """Two options that cannot both be as they are; {first} and {second} stand for their names as written."""
-
-    first: Key
-    second: Key
-    holds: Callable[[Config], bool]
-    problem: tuple[str, str]
-    """In Portuguese and in English, as is the hint."""
-    hint: tuple[str, str] = ("", "")
-
-
 def _same(one: str | None, other: str | None) -> bool:
     return bool(one and other) and os.path.realpath(str(one)) == os.path.realpath(str(other))
 
 
-def _taken_apart(option: str) -> _Conflict:
-    """An option of `memory` that steps every weight by itself."""
-    return _Conflict(
-        ("memory", option),
-        ("training", "optimizer"),
-        lambda c: getattr(c.memory, option) == "yes" and c.training.optimizer in NOT_SEPARABLE,
-        (
-            "`{first}` não anda com `{second}: {c.training.optimizer}`, que usa uma estimativa comum a todos os pesos",
-            "`{first}` excludes `{second}: {c.training.optimizer}`, which has one estimate for all weights",
-        ),
-        ("use outro otimizador, ou apague `{first}`", "use another optimizer, or delete `{first}`"),
-    )
-
-
 _CONFLICTS = (
-    _Conflict(
+    Conflict(
         ("data", "cache_text_encoder"),
         ("model", "train_text_encoder"),
         lambda c: c.data.cache_text_encoder == "yes" and c.model.train_text_encoder,
@@ -92,7 +64,7 @@ _CONFLICTS = (
         ),
         ("use {first}: auto", "use {first}: auto"),
     ),
-    _Conflict(
+    Conflict(
         ("training", "debiased"),
         ("training", "min_snr_gamma"),
         lambda c: c.training.debiased and c.training.min_snr_gamma is not None,
@@ -102,7 +74,7 @@ _CONFLICTS = (
         ),
         ("fique com um dos dois", "keep one of the two"),
     ),
-    _Conflict(
+    Conflict(
         ("training", "timestep_min"),
         ("training", "timestep_max"),
         lambda c: c.training.timestep_min >= c.training.timestep_max,
@@ -111,92 +83,7 @@ _CONFLICTS = (
             "`{first}` ({c.training.timestep_min}) must be below `{second}` ({c.training.timestep_max})",
         ),
     ),
-    _Conflict(
-        ("training", "use_8bit_optimizer"),
-        ("training", "optimizer"),
-        lambda c: c.training.use_8bit_optimizer == "yes" and c.training.optimizer not in WITH_8BIT,
-        (
-            "o otimizador `{c.training.optimizer}` não tem versão de 8 bits",
-            "the optimizer `{c.training.optimizer}` has no 8-bit version",
-        ),
-        (
-            f"use um destes: {', '.join(WITH_8BIT)}; ou apague `{{first}}`",
-            f"use one of: {', '.join(WITH_8BIT)}; or delete `{{first}}`",
-        ),
-    ),
-    _Conflict(
-        ("memory", "block_streaming"),
-        ("training", "gradient_checkpointing"),
-        lambda c: isinstance(c.memory.block_streaming, float) and c.training.gradient_checkpointing == "no",
-        (
-            "`{first}` precisa de `{second}`: sem ele, os pesos trazidos ficariam na placa até o passo de volta",
-            "`{first}` needs `{second}`: without it, the weights brought in would stay until the backward pass",
-        ),
-        ("use `{second}: auto`, ou `{first}: nao`", "use `{second}: auto`, or `{first}: no`"),
-    ),
-    _Conflict(
-        ("memory", "activation_offload"),
-        ("training", "gradient_checkpointing"),
-        lambda c: c.memory.activation_offload == "yes" and c.training.gradient_checkpointing == "no",
-        (
-            "`{first}` precisa de `{second}`: sem ele, todas as ativações iriam e voltariam",
-            "`{first}` needs `{second}`: without it, every activation would travel",
-        ),
-        ("use `{second}: auto`, ou `{first}: nao`", "use `{second}: auto`, or `{first}: no`"),
-    ),
-    _Conflict(
-        ("memory", "optimizer_in_backward"),
-        ("training", "gradient_accumulation_steps"),
-        lambda c: c.memory.optimizer_in_backward == "yes" and c.training.gradient_accumulation_steps > 1,
-        (
-            "`{first}` não anda com `{second}` maior que 1: o peso mudaria a cada micro-lote",
-            "`{first}` excludes `{second}` above 1: the weight would change at every micro-batch",
-        ),
-        ("use `{second}: 1` ou apague `{first}`", "use `{second}: 1` or delete `{first}`"),
-    ),
-    _Conflict(
-        ("memory", "optimizer_in_backward"),
-        ("training", "max_grad_norm"),
-        lambda c: c.memory.optimizer_in_backward == "yes" and c.training.max_grad_norm > 0,
-        (
-            "`{first}` não anda com o corte de gradiente, que só se calcula com todos os gradientes à mão",
-            "`{first}` excludes gradient clipping, which needs all gradients at once",
-        ),
-        ("use `{second}: 0` ou apague `{first}`", "use `{second}: 0` or delete `{first}`"),
-    ),
-    _Conflict(
-        ("memory", "optimizer_offload"),
-        ("memory", "optimizer_in_backward"),
-        lambda c: c.memory.optimizer_offload == "yes" and c.memory.optimizer_in_backward == "yes",
-        (
-            "`{first}` não anda com `{second}`, que atualiza cada peso no meio do backward",
-            "`{first}` excludes `{second}`, which updates each weight in the middle of the backward pass",
-        ),
-        ("apague um dos dois", "delete one of the two"),
-    ),
-    _taken_apart("optimizer_offload"),
-    _taken_apart("optimizer_in_backward"),
-    _Conflict(
-        ("memory", "optimizer_in_backward"),
-        ("training", "mixed_precision"),
-        lambda c: c.memory.optimizer_in_backward == "yes" and c.training.mixed_precision == "fp16",
-        (
-            "`{first}` não anda com `{second}: fp16`: um passo com estouro não poderia ser refeito",
-            "`{first}` excludes `{second}: fp16`: a step that overflows could not be made again",
-        ),
-        ("use `{second}: bf16` ou `nao`, ou apague `{first}`", "use `{second}: bf16` or `no`, or delete `{first}`"),
-    ),
-    _Conflict(
-        ("training", "ema"),
-        ("memory", "optimizer_in_backward"),
-        lambda c: c.training.ema > 0 and c.memory.optimizer_in_backward == "yes",
-        (
-            "`{first}` não anda com `{second}`, que atualiza cada peso num momento seu",
-            "`{first}` excludes `{second}`, which updates each weight at a moment of its own",
-        ),
-        ("apague um dos dois", "delete one of the two"),
-    ),
-    _Conflict(
+    Conflict(
         ("training", "ema"),
         ("training", "optimizer"),
         lambda c: c.training.ema > 0 and c.training.optimizer == "schedulefree_adamw",
@@ -206,7 +93,7 @@ _CONFLICTS = (
         ),
         ("apague `{first}`", "delete `{first}`"),
     ),
-    _Conflict(
+    Conflict(
         ("output", "dir"),
         ("data", "data_dir"),
         lambda c: _same(c.output.dir, c.data.data_dir),
@@ -216,7 +103,7 @@ _CONFLICTS = (
         ),
         ("escolha outra pasta em {first}", "choose another folder in {first}"),
     ),
-    _Conflict(
+    Conflict(
         ("data", "regularization_dir"),
         ("data", "data_dir"),
         lambda c: _same(c.data.regularization_dir, c.data.data_dir),
@@ -229,14 +116,14 @@ _CONFLICTS = (
             "give {first} ordinary images of the class, in another folder, or delete the key",
         ),
     ),
-    _Conflict(
+    Conflict(
         ("data", "mask_dir"),
         ("data", "mask"),
         lambda c: c.data.mask_dir is not None and c.data.mask != "files",
         ("`{first}` pede `{second}: arquivos`", "`{first}` needs `{second}: files`"),
         ("mude a máscara, ou apague a pasta", "change the mask, or delete the folder"),
     ),
-    _Conflict(
+    Conflict(
         ("model", "adapter_kind"),
         ("model", "dora"),
         lambda c: c.model.adapter_kind != "lora" and c.model.dora,
@@ -246,7 +133,7 @@ _CONFLICTS = (
         ),
         ("apague `{second}`", "delete `{second}`"),
     ),
-    _Conflict(
+    Conflict(
         ("model", "adapter_kind"),
         ("training", "lora_plus_ratio"),
         lambda c: c.model.adapter_kind != "lora" and c.training.lora_plus_ratio != 1,
@@ -256,7 +143,7 @@ _CONFLICTS = (
         ),
         ("apague `{second}`", "delete `{second}`"),
     ),
-    _Conflict(
+    Conflict(
         ("model", "lora_init"),
         ("model", "adapter_kind"),
         lambda c: c.model.lora_init == "pissa" and c.model.adapter_kind != "lora",
@@ -266,7 +153,7 @@ _CONFLICTS = (
         ),
         ("apague `{first}`", "delete `{first}`"),
     ),
-    _Conflict(
+    Conflict(
         ("model", "lora_init"),
         ("model", "dora"),
         lambda c: c.model.lora_init == "pissa" and c.model.dora,
@@ -276,7 +163,7 @@ _CONFLICTS = (
         ),
         ("apague um dos dois", "delete one of the two"),
     ),
-    _Conflict(
+    Conflict(
         ("model", "lora_init"),
         ("model", "lora_dropout"),
         lambda c: c.model.lora_init == "pissa" and c.model.lora_dropout > 0,
@@ -286,7 +173,7 @@ _CONFLICTS = (
         ),
         ("apague `{second}`", "delete `{second}`"),
     ),
-    _Conflict(
+    Conflict(
         ("model", "lora_init"),
         ("model", "initial_lora"),
         lambda c: c.model.lora_init == "pissa" and c.model.initial_lora is not None,
@@ -299,7 +186,7 @@ _CONFLICTS = (
             "to continue a LoRA made with pissa, delete `{first}` and double the rank",
         ),
     ),
-    _Conflict(
+    Conflict(
         ("model", "lora_rules"),
         ("training", "optimizer"),
         lambda c: c.training.optimizer == "prodigy" and any("rate" in rule for rule in c.model.lora_rules),
@@ -309,7 +196,7 @@ _CONFLICTS = (
         ),
         ("apague as taxas das regras, ou use outro otimizador", "delete the rules' rates, or use another optimizer"),
     ),
-    _Conflict(
+    Conflict(
         ("training", "zero_terminal_snr"),
         ("model", "prediction_type"),
         lambda c: c.training.zero_terminal_snr and c.model.prediction_type == "epsilon",
@@ -327,7 +214,7 @@ _CONFLICTS = (
 
 def contradictions(facts: Facts) -> list[Problem]:
     problems = []
-    for conflict in _CONFLICTS:
+    for conflict in (*_CONFLICTS, *conflicts()):
         if conflict.holds(facts.config) and not facts.failed & {conflict.first, conflict.second}:
             told = {"first": facts.name(conflict.first), "second": facts.name(conflict.second), "c": facts.config}
             one, other = facts.where(conflict.first), facts.where(conflict.second)

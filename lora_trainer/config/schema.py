@@ -3,10 +3,13 @@
 Values that are words have a Portuguese and an English spelling too; WORDS maps the former to the latter.
 """
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from . import declared
+from .declared import YES_NO
 from .fields import (
     MAX_SIDE,
     Boolean,
@@ -18,7 +21,6 @@ from .fields import (
     Resolution,
     Rules,
     Section,
-    Share,
     Switch,
     Text,
     option,
@@ -28,10 +30,7 @@ from .fields import (
 MAX_STEPS = 1_000_000_000
 """No run is longer; a larger number is a slip of the finger."""
 
-_YES_NO = {"sim": "yes", "nao": "no", "não": "no"}
-_NO = {"nao": "no", "não": "no"}
-
-WORDS: dict[str, dict[str, str]] = {
+WORDS: dict[str, Mapping[str, str]] = {
     "lora_targets": {"atencao": "attention", "atencao+mlp": "attention+mlp", "tudo": "all"},
     "mixed_precision": {"nao": "no", "não": "no", "fp32": "no"},
     "lora_init": {"padrao": "default", "padrão": "default"},
@@ -44,25 +43,13 @@ WORDS: dict[str, dict[str, str]] = {
     "text_format": {"conversas": "messages", "pergunta_resposta": "prompt_completion", "texto": "text"},
     "chat_template": {"simples": "plain", "nenhum": "none"},
     "loss_on": {"assistente": "assistant", "tudo": "all", "ultima": "last", "última": "last"},
-    "packing": _YES_NO,
+    "packing": YES_NO,
     "bad_rows": {"parar": "stop", "pular": "skip"},
     "rows_without_target": {"descartar": "drop", "parar": "stop"},
     "crop": {"centro": "center", "aleatorio": "random"},
     "mask": {"nao": "no", "não": "no", "alfa": "alpha", "arquivos": "files"},
     "cache_text_encoder": {"sim": "yes", "nao": "no", "não": "no"},
-    "gradient_checkpointing": _YES_NO,
-    "use_8bit_optimizer": _YES_NO,
     "preset": {"nenhum": "none", "nao": "none", "não": "none", "no": "none"},
-    "base_quantization": _NO,
-    "block_streaming": _NO,
-    "embedding_offload": _YES_NO,
-    "activation_offload": _YES_NO,
-    "optimizer_offload": _YES_NO,
-    "optimizer_in_backward": _YES_NO,
-    "vae_tiling": _YES_NO,
-    "text_quantization": _NO,
-    "text_streaming": _YES_NO,
-    "mapped_master": _YES_NO,
     "lr_scheduler": {
         "constante": "constant",
         "cosseno": "cosine",
@@ -70,11 +57,20 @@ WORDS: dict[str, dict[str, str]] = {
         "polinomial": "polynomial",
     },
 }
+WORDS |= declared.words()
 """Option -> Portuguese word -> the word used in code. A boolean `false` counts as "no", `true` as "yes"."""
 
 Optimizer = Literal[
     "adamw", "adamw8bit", "pagedadamw8bit", "lion8bit", "adafactor", "prodigy", "came", "schedulefree_adamw"
 ]
+
+
+class _Assembled(Section):
+    """A section to which techniques add their options."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 class ModelConfig(Section):
@@ -323,7 +319,8 @@ class DataConfig(Section):
         doc_pt="Parte dos exemplos guardada para validação.", doc_en="Share of the examples held out for validation.")
 
 
-class TrainingConfig(Section):
+@declared.assembled("training")
+class TrainingConfig(_Assembled):
     epochs: Integer = option(
         10, pt="epocas", ge=1, le=1_000_000,
         doc_pt="Passadas pelo conjunto, no total.", doc_en="Passes over the data, in all.")
@@ -347,15 +344,7 @@ class TrainingConfig(Section):
     mixed_precision: Literal["auto", "fp16", "bf16", "no"] = option(
         "auto", pt="precisao_mista",
         doc_pt="Precisão do cálculo; auto escolhe pela placa.", doc_en="Compute precision; auto chooses by the card.")
-    gradient_checkpointing: Switch = option(
-        "auto", pt="checkpoint_gradiente",
-        doc_pt="Recalcula ativações no passo de volta para economizar memória; auto: se o plano precisar.",
-        doc_en="Recompute activations in the backward pass to save memory; auto: if the plan needs it.")
     optimizer: Optimizer = option("adamw", pt="otimizador", doc_pt="Otimizador.", doc_en="Optimizer.")
-    use_8bit_optimizer: Switch = option(
-        "auto", pt="use_otimizador_8bit",
-        doc_pt="Usa a versão de 8 bits do otimizador (bitsandbytes); auto: se o plano precisar.",
-        doc_en="Use the 8-bit version of the optimizer (bitsandbytes); auto: if the plan needs it.")
     weight_decay: Number = option(
         0.01, pt="decaimento_pesos", ge=0, le=100, doc_pt="Decaimento dos pesos.", doc_en="Weight decay.")
     betas: list[Number] | None = option(
@@ -461,7 +450,8 @@ class SystemConfig(Section):
         doc_pt="Linhas de execução da CPU. Sem valor: as do PyTorch.", doc_en="CPU threads. Unset: PyTorch's choice.")
 
 
-class MemoryConfig(Section):
+@declared.assembled("memory")
+class MemoryConfig(_Assembled):
     preset: Literal["auto", "none", "4gb", "6gb", "8gb", "12gb", "24gb"] = option(
         "auto", pt="preset",
         doc_pt="Conjunto pronto para o tamanho da placa; auto escolhe pela memória livre, nenhum não usa.",
@@ -474,45 +464,6 @@ class MemoryConfig(Section):
         None, pt="ram", gt=0, le=65536,
         doc_pt="GiB de RAM que podem ser usados. Sem valor: a RAM livre menos uma reserva.",
         doc_en="GiB of host RAM that may be used. Unset: free RAM less a reserve.")
-    base_quantization: Literal["auto", "no", "nf4", "int8", "fp8"] = option(
-        "auto", pt="quantizacao_base",
-        doc_pt="Como o modelo base congelado é guardado: nao (16 bits), fp8, int8 ou nf4 (4 bits).",
-        doc_en="How the frozen base is stored: no (16 bits), fp8, int8 or nf4 (4 bits).")
-    block_streaming: Share = option(
-        "auto", pt="streaming_blocos",
-        doc_pt="Parte dos blocos do modelo base que fica na RAM e vem à placa quando é usada: nao ou de 0 a 1.",
-        doc_en="Share of the base's blocks kept in RAM and brought to the card when used: no, or 0 to 1.")
-    embedding_offload: Switch = option(
-        "auto", pt="descarga_embeddings",
-        doc_pt="Guarda na RAM os embeddings e a cabeça de um modelo de linguagem; só as linhas em uso vêm à placa.",
-        doc_en="Keep a language model's embeddings and head in RAM; only the rows in use come to the card.")
-    activation_offload: Switch = option(
-        "auto", pt="descarga_ativacoes",
-        doc_pt="Guarda na RAM as ativações dos checkpoints de gradiente.",
-        doc_en="Keep the activations of gradient checkpoints in RAM.")
-    optimizer_offload: Switch = option(
-        "auto", pt="descarga_otimizador",
-        doc_pt="Guarda na RAM os momentos do otimizador; os de cada peso vêm à placa só para a sua atualização.",
-        doc_en="Keep the optimizer's moments in RAM; each weight's come to the card for its own update only.")
-    optimizer_in_backward: Switch = option(
-        "no", pt="otimizador_no_backward",
-        doc_pt="Atualiza cada peso assim que seu gradiente existe; sem acumulação e sem corte de gradiente.",
-        doc_en="Step each weight as soon as its gradient exists; without accumulation and without clipping.")
-    vae_tiling: Switch = option(
-        "auto", pt="vae_em_blocos",
-        doc_pt="Codifica e decodifica imagens em blocos.", doc_en="Encode and decode images in tiles.")
-    text_quantization: Literal["auto", "no", "nf4", "int8"] = option(
-        "auto", pt="quantizacao_texto",
-        doc_pt="Como os codificadores de texto são guardados ao codificar as legendas: nao, int8 ou nf4.",
-        doc_en="How text encoders are stored while captions are encoded: no, int8 or nf4.")
-    text_streaming: Switch = option(
-        "auto", pt="streaming_texto",
-        doc_pt="Os codificadores de texto vêm à placa camada por camada.",
-        doc_en="Text encoders come to the card layer by layer.")
-    mapped_master: Switch = option(
-        "auto", pt="mestre_em_disco",
-        doc_pt="Com pouca RAM, a cópia de onde os blocos vêm é um arquivo mapeado em disco.",
-        doc_en="With little RAM, the copy that blocks are streamed from is a file mapped from disk.")
     profile: Boolean = option(
         False, pt="perfil",
         doc_pt="Grava um perfil de memória e tempo na pasta da execução.",

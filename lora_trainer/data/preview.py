@@ -18,6 +18,7 @@ from torch import nn
 from ..adapters import Adapter
 from ..config.names import shown
 from ..config.schema import Config
+from ..engine.attention import slice_where_unfused
 from ..engine.tracker import hold
 from ..engine.vae_tiling import decodes_tiled, tiled
 from ..errors import ConfigError, t
@@ -27,7 +28,6 @@ from ..planner.caching import OnOom
 from ..runtime.recover import free_memory, is_out_of_memory
 from ..seam.family import Example, ImageFamily, Sampling
 from ..techniques import MemoryPlan
-from ..techniques.attention_slicing import slice_where_unfused
 from .encode import Encoder
 
 MARGIN, LABEL_HEIGHT, SMALLEST_CELL = 12, 34, 192

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from ..config.optimizers import EIGHT_BIT
 from ..config.schema import TrainingConfig
 from ..errors import ConfigError, MachineError, t
 from ..seam.technique import Groups
@@ -73,8 +74,6 @@ _SAME_STATE = {"pagedadamw8bit": "adamw8bit"}
 """Optimizers that differ only in where their state lies."""
 _PROBE_RATE = 1e-3
 
-EIGHT_BIT = {"adamw": "adamw8bit", **{name: name for name in ("adamw8bit", "pagedadamw8bit", "lion8bit")}}
-"""Optimizer -> its 8-bit version."""
 
 
 def resolve_name(settings: TrainingConfig) -> str:

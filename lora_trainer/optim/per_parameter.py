@@ -10,11 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config.rules import NOT_SEPARABLE
-from ..config.schema import TrainingConfig
-from ..errors import t
 from ..seam.technique import Groups
-from .optimizers import resolve_name
 
 
 class PerParameter(torch.optim.Optimizer):
@@ -55,14 +51,3 @@ class PerParameter(torch.optim.Optimizer):
                 one = {"state": own, "param_groups": [{**saved, "params": [number]}]}
                 self._inner[parameter][0].load_state_dict(one)
                 self._mirror(parameter)
-
-
-def not_separable(settings: TrainingConfig) -> str | None:
-    """Why the optimizer cannot be taken apart, if so."""
-    name = resolve_name(settings)
-    if name not in NOT_SEPARABLE:
-        return None
-    return t(
-        pt=f"otimizador: {name} (usa uma estimativa comum a todos os parâmetros)",
-        en=f"optimizer: {name} (has one estimate for all parameters)",
-    )

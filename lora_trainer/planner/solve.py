@@ -62,12 +62,13 @@ def answer(question: Question, folder: Path | None = None) -> Foresight:
     rungs = Rungs(planner, best)
     return Foresight(
         values=best.values,
+        micro_batch=best.micro_batch,
         phases=phases,
         fits=fits,
         lossless=best.lossless,
         flops=best.prediction.flops,
         transferred=best.prediction.transferred,
-        tried=tuple(_tried(one, question.batch_size) for one in planner.tried),
+        tried=tuple(_tried(one) for one in planner.tried),
         below=() if question.available is None else tuple(rungs.below()),
         without=rungs.without(),
         saves=rungs.saves(simulate=not fits),
@@ -99,9 +100,9 @@ def _caching(
     return encoding, phases
 
 
-def _tried(candidate: Candidate, micro_batch: int) -> Tried:
+def _tried(candidate: Candidate) -> Tried:
     cost = candidate.prediction
-    return Tried(candidate.values, candidate.peak, cost.flops, cost.transferred, micro_batch)
+    return Tried(candidate.values, candidate.peak, cost.flops, cost.transferred, candidate.micro_batch)
 
 
 def _cache_bytes(family: Family, size: tuple[int, int]) -> tuple[int, int]:

@@ -6,28 +6,34 @@ a row stay as exact as large ones. Only storage is in fp8, so it works on every 
 when both are on.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import nn
+from ._quantizer import Quantizer, pack_rows
 
-from ..engine.packed import RowScaled, pack_layers
-from ..seam.family import BlockGroup
-from ..seam.technique import ConvertTechnique
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..seam.family import BlockGroup
 
 
 @dataclass(frozen=True)
-class CastFp8(ConvertTechnique):
+class CastFp8(Quantizer):
+    value: ClassVar[str] = "fp8"
+    mildness: ClassVar[int] = 75
+    asked_only: ClassVar[bool] = True
+    """int8 is as small, and closer."""
     order: ClassVar[int] = 14
-    lossless: ClassVar[bool] = False
 
     convolutions: bool = True
 
     def convert(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
-        kinds = (nn.Linear, nn.Conv2d) if self.convolutions else (nn.Linear,)
-        pack_layers(groups, RowScaled(torch.float8_e4m3fn, kinds))
+        import torch
+
+        pack_rows(groups, torch.float8_e4m3fn, self.value, convolutions=self.convolutions)
 
 
 TECHNIQUE = CastFp8

@@ -5,28 +5,34 @@ Each output row has its own factor, so a weight moves by at most 1/254 of its ro
 what quantize_4bit left alone when both are on. Left out: integer matrix products (LLM.int8()), which quantise activations.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import nn
+from ..config.declared import Declared
+from ._quantizer import BASE, TEXT, Quantizer, pack_rows
 
-from ..engine.packed import RowScaled, pack_layers
-from ..seam.family import BlockGroup
-from ..seam.technique import ConvertTechnique
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..seam.family import BlockGroup
 
 
 @dataclass(frozen=True)
-class Quantize8bit(ConvertTechnique):
+class Quantize8bit(Quantizer):
+    options: ClassVar[tuple[Declared, ...]] = (BASE, TEXT)
+    value: ClassVar[str] = "int8"
+    mildness: ClassVar[int] = 80
     order: ClassVar[int] = 12
-    lossless: ClassVar[bool] = False
 
     convolutions: bool = True
 
     def convert(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
-        kinds = (nn.Linear, nn.Conv2d) if self.convolutions else (nn.Linear,)
-        pack_layers(groups, RowScaled(torch.int8, kinds))
+        import torch
+
+        pack_rows(groups, torch.int8, self.value, convolutions=self.convolutions)
 
 
 TECHNIQUE = Quantize8bit

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from lora_trainer import adapters, families
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
+from lora_trainer.engine.block_streaming import streaming_report
 from lora_trainer.engine.packed import PackedConv2d, PackedLinear, packing_report
+from lora_trainer.engine.recompute import recomputations
 from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.export.verify import verify
 from lora_trainer.export.write import save_adapter
@@ -21,9 +23,9 @@ from lora_trainer.seam.family import Batch, Family
 from lora_trainer.seam.technique import ConvertTechnique, Technique
 from lora_trainer.techniques import MemoryPlan
 from lora_trainer.techniques.activation_offload import ActivationOffload
-from lora_trainer.techniques.block_streaming import BlockStreaming, streaming_report
+from lora_trainer.techniques.block_streaming import BlockStreaming
 from lora_trainer.techniques.cast_fp8 import CastFp8
-from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing, recomputations
+from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
 from lora_trainer.techniques.mixed_precision import MixedPrecision
 from lora_trainer.techniques.quantize_4bit import Quantize4bit
 from lora_trainer.techniques.quantize_8bit import Quantize8bit

@@ -10,12 +10,13 @@ from lora_trainer.adapters import inject
 from lora_trainer.config.schema import ModelConfig
 from lora_trainer.data.outputs import _line as done_line
 from lora_trainer.diffusion.unet import block_groups
+from lora_trainer.engine.recompute import recomputations
 from lora_trainer.errors import DivergedError, MachineError
 from lora_trainer.export.proof import check_consumer
 from lora_trainer.export.verify import verify
 from lora_trainer.export.write import save_adapter
 from lora_trainer.layouts.readers import unreadable
-from lora_trainer.techniques.gradient_checkpointing import TECHNIQUE, recomputations
+from lora_trainer.techniques.gradient_checkpointing import TECHNIQUE
 
 CASES = {
     "attention": {"lora_rank": 4, "lora_alpha": 8},

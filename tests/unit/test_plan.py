@@ -9,30 +9,33 @@ import pytest
 import torch
 from helpers.original_checkpoint import write_single_file
 
+from lora_trainer.config.declared import with_values
 from lora_trainer.config.names import Key
 from lora_trainer.config.schema import Config
 from lora_trainer.families import resolve
 from lora_trainer.machine.hardware import Precision
 from lora_trainer.planner import plan
 from lora_trainer.planner.estimate import peak_at
+from lora_trainer.planner.ladder import SOLVED
 from lora_trainer.planner.plan import (
     CHECKPOINTING,
-    LOSSY,
-    NOTHING,
     OFFLOAD,
-    OPTIMIZER_8BIT,
-    OPTIMIZER_OFFLOAD,
     QUANTIZATION,
     STREAMING,
     Candidate,
     Planner,
-    with_values,
 )
 from lora_trainer.planner.rungs import Rungs
 from lora_trainer.planner.simulate import Prediction, Shape
 from lora_trainer.seam.family import Family
+from lora_trainer.techniques.embedding_offload import EmbeddingOffload
+from lora_trainer.techniques.optimizer_8bit import Optimizer8bit
+from lora_trainer.techniques.optimizer_offload import OptimizerOffload
 
 BF16 = Precision(torch.bfloat16, torch.bfloat16, scaler=False)
+OPTIMIZER_8BIT, OPTIMIZER_OFFLOAD = Optimizer8bit.key, OptimizerOffload.key
+NOTHING: dict[Key, Any] = {key: "no" for key in SOLVED if key != EmbeddingOffload.key}
+LOSSY = ({OPTIMIZER_8BIT: "yes"}, {OPTIMIZER_8BIT: "yes", QUANTIZATION: "int8"}, {OPTIMIZER_8BIT: "yes", QUANTIZATION: "nf4"})
 LEAN = {**NOTHING, CHECKPOINTING: "yes"}
 FULL = {**LEAN, STREAMING: 1.0, OFFLOAD: "yes"}
 AWAY = {**FULL, OPTIMIZER_OFFLOAD: "yes"}

@@ -1,0 +1,55 @@
+"""What techniques that keep the frozen base in few bits share: the options to which each adds its `value`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from ..config.declared import NO, Both, Declared, value_of
+from ..seam.technique import RESIDENT, Asked, ConvertTechnique
+from . import packing
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..seam.family import BlockGroup
+
+BASE = Declared(
+    ("memory", "base_quantization"), "quantizacao_base", place=90, phases=RESIDENT, kind=None, words=NO, docs=(
+        "Como o modelo base congelado é guardado: nao (16 bits), {sized}.",
+        "How the frozen base is stored: no (16 bits), {sized}."))
+TEXT = Declared(
+    ("memory", "text_quantization"), "quantizacao_texto", place=80, kind=None, words=NO,
+    phases=frozenset({"cache", "text_cache"}), docs=(
+        "Como os codificadores de texto são guardados ao codificar as legendas: nao, {values}.",
+        "How text encoders are stored while captions are encoded: no, {values}."))
+
+
+class Quantizer(ConvertTechnique):
+    """`value` is also its name to the user."""
+
+    title: ClassVar[Both] = ("base em {values}", "{values} base")
+    when: ClassVar[Both] = ("também falta RAM", "RAM is short too")
+    options: ClassVar[tuple[Declared, ...]] = (BASE,)
+    lossless: ClassVar[bool] = False
+    bits: ClassVar[int] = 8
+    takes: ClassVar[Mapping[str, float]] = {"frozen": 0.5}
+    rest: ClassVar[str] = ""
+    """Technique (file name) for the layers that this one leaves alone, if any."""
+
+    @classmethod
+    def of(cls, asked: Asked) -> Quantizer | None:
+        return cls() if cls in packing(value_of(asked.config, BASE.key)) else None
+
+    @classmethod
+    def sized(cls) -> str:
+        return f"{cls.value} ({cls.bits} bits)" if cls.bits < 8 else str(cls.value)
+
+
+def pack_rows(groups: Sequence[BlockGroup], storage: torch.dtype, title: str, *, convolutions: bool) -> None:
+    """Linear layers, and convolutions if asked, in 8 bits a weight with a factor for each row."""
+    from torch import nn
+
+    from ..engine.packed import RowScaled, pack_layers
+
+    pack_layers(groups, RowScaled(storage, (nn.Linear, nn.Conv2d) if convolutions else (nn.Linear,), title))
