@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, create_model
 
 from .. import plugins
+from ..errors import t
 from .fields import Section, Switch, option
 
 PACKAGE = "lora_trainer.techniques"
@@ -54,6 +55,12 @@ class Conflict:
     """Asked of a Config."""
     problem: Both
     hint: Both = ("", "")
+
+    def told(self, first: str, second: str, config: Any) -> tuple[str, str]:
+        """Problem and hint in the language in force, with the names of the options filled in."""
+        told = {"first": first, "second": second, "c": config}
+        problem, hint = (t(pt=pt, en=en).format(**told) for pt, en in (self.problem, self.hint))
+        return problem, hint
 
 
 @cache

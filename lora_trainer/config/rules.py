@@ -216,10 +216,8 @@ def contradictions(facts: Facts) -> list[Problem]:
     problems = []
     for conflict in (*_CONFLICTS, *conflicts()):
         if conflict.holds(facts.config) and not facts.failed & {conflict.first, conflict.second}:
-            told = {"first": facts.name(conflict.first), "second": facts.name(conflict.second), "c": facts.config}
             one, other = facts.where(conflict.first), facts.where(conflict.second)
-            message = t(pt=conflict.problem[0], en=conflict.problem[1]).format(**told)
-            hint = t(pt=conflict.hint[0], en=conflict.hint[1]).format(**told)
+            message, hint = conflict.told(facts.name(conflict.first), facts.name(conflict.second), facts.config)
             problems.append(Problem(message, one or other, hint, other if one else None))
     singles: dict[Key, Callable[[Facts, Key], Problem | None]] = {
         ("training", "lr_warmup"): _warmup,
