@@ -146,7 +146,7 @@ def _field(declared: Declared) -> Any:
 def with_listed(text: str, key: Key, last: str) -> str:
     """`text` with the values of an option that techniques share in it; `last`: the word for "or"."""
     adding = sharing(key)
-    values, sized = (technique.value for technique in adding), (technique.sized() for technique in adding)
+    values, sized = (str(technique.value) for technique in adding), (technique.sized() for technique in adding)
     return text.format(values=_enumerated([*values], last), sized=_enumerated([*sized], last))
 
 

@@ -86,6 +86,16 @@ class Technique:
         return bool(cls.options) and cls.on(value_of(config, cls.key))
 
     @classmethod
+    def sized(cls) -> str:
+        """`value` as the option's documentation says it."""
+        return str(cls.value)
+
+    @classmethod
+    def bound(cls) -> str:
+        """How far it changes the numbers at most, where one figure tells; with its name, if it shares an option."""
+        return ""
+
+    @classmethod
     def helps(cls, config: Config) -> bool:
         """Whether nothing that it excludes is in force, so that it may be switched on."""
         wanted = with_values(config, {cls.key: cls.value})

@@ -34,12 +34,18 @@ class Quantizer(ConvertTechnique):
     lossless: ClassVar[bool] = False
     bits: ClassVar[int] = 8
     takes: ClassVar[Mapping[str, float]] = {"frozen": 0.5}
+    loses: ClassVar[float]
+    """Of normal weights, root mean square, at most: its stated bound."""
     rest: ClassVar[str] = ""
     """Technique (file name) for the layers that this one leaves alone, if any."""
 
     @classmethod
     def of(cls, asked: Asked) -> Quantizer | None:
         return cls() if cls in packing(value_of(asked.config, BASE.key)) else None
+
+    @classmethod
+    def bound(cls) -> str:
+        return f"{cls.value} {100 * cls.loses:g} %"
 
     @classmethod
     def sized(cls) -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class CastFp8(Quantizer):
     value: ClassVar[str] = "fp8"
+    loses: ClassVar[float] = 0.03
     mildness: ClassVar[int] = 75
     asked_only: ClassVar[bool] = True
     """int8 is as small, and closer."""

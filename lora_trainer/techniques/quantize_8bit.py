@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 class Quantize8bit(Quantizer):
     options: ClassVar[tuple[Declared, ...]] = (BASE, TEXT)
     value: ClassVar[str] = "int8"
+    loses: ClassVar[float] = 0.01
     mildness: ClassVar[int] = 80
     order: ClassVar[int] = 12
 
