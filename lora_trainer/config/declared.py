@@ -4,7 +4,7 @@ The files are found by name. Their tops import nothing heavy, so that a config i
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, TypeVar
 
@@ -116,17 +116,18 @@ def conflicts() -> Iterator[Conflict]:
     for technique in techniques():
         for name, (pt, en) in technique.needs.items():
             yield _needs(technique, plugins.load(PACKAGE, name).TECHNIQUE, pt, en)
-        yield from technique.excludes
+        yield from (_where_on(technique, conflict) for conflict in technique.excludes)
+
+
+def _where_on(technique: Any, conflict: Conflict) -> Conflict:
+    return replace(conflict, holds=lambda c: technique.is_on(c) and conflict.holds(c))
 
 
 def _needs(technique: Any, needed: Any, pt: str, en: str) -> Conflict:
-    return Conflict(
-        technique.key,
-        needed.key,
-        lambda c: technique.is_on(c) and value_of(c, needed.key) == "no",
-        (f"`{{first}}` precisa de `{{second}}`: sem ele, {pt}", f"`{{first}}` needs `{{second}}`: without it, {en}"),
-        ("use `{second}: auto`, ou `{first}: nao`", "use `{second}: auto`, or `{first}: no`"),
-    )
+    problem = (f"`{{first}}` precisa de `{{second}}`: sem ele, {pt}", f"`{{first}}` needs `{{second}}`: without it, {en}")
+    hint = ("use `{second}: auto`, ou `{first}: nao`", "use `{second}: auto`, or `{first}: no`")
+    without = Conflict(technique.key, needed.key, lambda c: value_of(c, needed.key) == "no", problem, hint)
+    return _where_on(technique, without)
 
 
 def _kind(declared: Declared) -> Any:

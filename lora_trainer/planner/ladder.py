@@ -115,7 +115,7 @@ def next_rung(rung: Rung, fixed: frozenset[Key] = frozenset(), phase: str = "tra
 def splits(config: Config) -> bool:
     """Whether a window may be made of more and smaller micro-batches."""
     split = with_values(config, {ACCUMULATION: 2})
-    found = (conflict for technique in techniques() for conflict in technique.excludes)
+    found = (conflict for technique in techniques() if technique.is_on(config) for conflict in technique.excludes)
     return not any(conflict.holds(split) and not conflict.holds(config) for conflict in found)
 
 

@@ -1,12 +1,12 @@
 """From a question to its answer: the family opened without weights, the options solved, every phase simulated."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from ..engine.tracker import CAUSES, PhasePeak
+from ..engine.tracker import PhasePeak
 from ..families import resolve
 from ..machine.hardware import NAMES, Precision
 from ..seam.family import Family, ImageFamily
@@ -82,21 +82,12 @@ def answer(question: Question, folder: Path | None = None) -> Foresight:
 def _caching(
     question: Question, family: Family, dtype: torch.dtype, size: tuple[int, int]
 ) -> tuple[Encoding, dict[str, PhasePeak]]:
-    """What fits nowhere on the card is encoded on the CPU, which is slow but right. Texts need no encoding."""
+    """Texts need no encoding."""
     if not isinstance(family, ImageFamily):
         return Encoding.of(question.config.memory, question.written), {}
-    encoding, phases, fits = plan_caching(
+    encoding, phases, _ = plan_caching(
         family, question.config, dtype, size, question.available, question.written
     )
-    if not fits and question.available is not None:
-        too_large = {name for name, peak in phases.items() if peak.total > question.available}
-        encoding = replace(
-            encoding,
-            text_on_cpu="text_cache" in too_large,
-            text_streaming=encoding.text_streaming and "text_cache" not in too_large,
-            images_on_cpu="latent_cache" in too_large,
-        )
-        phases |= {name: PhasePeak(0, dict.fromkeys(CAUSES, 0), phases[name].total) for name in too_large}
     return encoding, phases
 
 

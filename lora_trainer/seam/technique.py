@@ -12,9 +12,9 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from ..config.declared import Both, Conflict, Declared, Key, value_of, with_values
+from ..config.declared import Both, Conflict, Declared, Key, value_of
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from ..config.schema import Config, TrainingConfig
     from .family import BlockGroup
 
+Module: TypeAlias = "nn.Module"
+Blocks: TypeAlias = "Sequence[BlockGroup]"
+"""Of a base, group by group."""
 Groups = list[dict[str, Any]]
 """Parameters by learning rate, as optimizers take them."""
 LEARNING = frozenset({"", "train", "forward", "backward"})
@@ -58,6 +61,7 @@ class Technique:
     needs: ClassVar[Mapping[str, Both]] = {}
     """Techniques (file names) that must be on as well, and what would happen without them."""
     excludes: ClassVar[tuple[Conflict, ...]] = ()
+    """Asked where it is on; one of the two options is its own."""
     order: ClassVar[int] = 50
     """Lower acts first, so ends up closer to the block."""
     lossless: ClassVar[bool] = True
@@ -98,11 +102,10 @@ class Technique:
     @classmethod
     def helps(cls, config: Config) -> bool:
         """Whether nothing that it excludes is in force, so that it may be switched on."""
-        wanted = with_values(config, {cls.key: cls.value})
-        return not any(conflict.holds(wanted) for conflict in cls.excludes)
+        return not any(conflict.holds(config) for conflict in cls.excludes)
 
     @classmethod
-    def finds(cls, model: nn.Module, groups: Sequence[BlockGroup]) -> bool:
+    def finds(cls, model: Module, groups: Blocks) -> bool:
         """Whether this base, on meta, has what it acts on."""
         return True
 
@@ -120,14 +123,14 @@ class ConvertTechnique(Technique):
     """
 
     @abstractmethod
-    def convert(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None: ...
+    def convert(self, model: Module, groups: Blocks) -> None: ...
 
 
 class WrapTechnique(Technique):
     """Acts once, on the model with its adapters in place."""
 
     @abstractmethod
-    def wrap(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None: ...
+    def wrap(self, model: Module, groups: Blocks) -> None: ...
 
 
 class ContextTechnique(Technique):

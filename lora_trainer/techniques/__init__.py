@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from ..config.declared import PACKAGE, techniques
 from ..plugins import load
 from ..seam.technique import (
+    Blocks,
     ContextTechnique,
     ConvertTechnique,
     Groups,
+    Module,
     OptimizerTechnique,
     ScalerTechnique,
     Technique,
@@ -21,10 +23,8 @@ from ..seam.technique import (
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from ..config.schema import TrainingConfig
-    from ..seam.family import BlockGroup
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class MemoryPlan:
     def ordered(self) -> list[Technique]:
         return sorted(self.techniques, key=lambda technique: technique.order)
 
-    def convert(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
+    def convert(self, model: Module, groups: Blocks) -> None:
         for technique in self.ordered():
             if isinstance(technique, ConvertTechnique):
                 technique.convert(model, groups)
 
-    def wrap(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
+    def wrap(self, model: Module, groups: Blocks) -> None:
         for technique in self.ordered():
             if isinstance(technique, WrapTechnique):
                 technique.wrap(model, groups)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 from ..config.declared import NO, Both, Declared, value_of
-from ..seam.technique import RESIDENT, Asked, ConvertTechnique
+from ..seam.technique import RESIDENT, Asked, Blocks, ConvertTechnique, Module
 from . import packing
-
-if TYPE_CHECKING:
-    import torch
-
-    from ..seam.family import BlockGroup
 
 BASE = Declared(
     ("memory", "base_quantization"), "quantizacao_base", place=90, phases=RESIDENT, kind=None, words=NO, docs=(
@@ -34,6 +30,7 @@ class Quantizer(ConvertTechnique):
     lossless: ClassVar[bool] = False
     bits: ClassVar[int] = 8
     takes: ClassVar[Mapping[str, float]] = {"frozen": 0.5}
+    value: ClassVar[str]
     loses: ClassVar[float]
     """Of normal weights, root mean square, at most: its stated bound."""
     rest: ClassVar[str] = ""
@@ -52,10 +49,19 @@ class Quantizer(ConvertTechnique):
         return f"{cls.value} ({cls.bits} bits)" if cls.bits < 8 else str(cls.value)
 
 
-def pack_rows(groups: Sequence[BlockGroup], storage: torch.dtype, title: str, *, convolutions: bool) -> None:
-    """Linear layers, and convolutions if asked, in 8 bits a weight with a factor for each row."""
-    from torch import nn
+@dataclass(frozen=True)
+class RowQuantizer(Quantizer):
+    """In 8 bits a weight, of PyTorch's dtype `storage`, with a factor for each row."""
 
-    from ..engine.packed import RowScaled, pack_layers
+    storage: ClassVar[str]
 
-    pack_layers(groups, RowScaled(storage, (nn.Linear, nn.Conv2d) if convolutions else (nn.Linear,), title))
+    convolutions: bool = True
+
+    def convert(self, model: Module, groups: Blocks) -> None:
+        import torch
+        from torch import nn
+
+        from ..engine.packed import RowScaled, pack_layers
+
+        kinds = (nn.Linear, nn.Conv2d) if self.convolutions else (nn.Linear,)
+        pack_layers(groups, RowScaled(getattr(torch, self.storage), kinds, self.value))

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from ..config.declared import Both, Declared
-from ..seam.technique import LEARNING, ContextTechnique, WrapTechnique
+from ..seam.technique import LEARNING, Blocks, ContextTechnique, Module, WrapTechnique
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ..engine.activations import Pool
-    from ..seam.family import BlockGroup
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class ActivationOffload(WrapTechnique, ContextTechnique):
 
         return Pool()
 
-    def wrap(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
+    def wrap(self, model: Module, groups: Blocks) -> None:
         self._pool.start((*model.parameters(), *model.buffers()))
 
     def context(self) -> AbstractContextManager[object]:

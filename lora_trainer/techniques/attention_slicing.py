@@ -3,16 +3,10 @@ sliced where the card needs it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from ..seam.technique import WrapTechnique
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ..seam.family import BlockGroup
+from ..seam.technique import Blocks, Module, WrapTechnique
 
 
 @dataclass(frozen=True)
@@ -22,7 +16,7 @@ class AttentionSlicing(WrapTechnique):
     score_bytes: int = 1 << 26
     """Scores that may stand in memory at once."""
 
-    def wrap(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
+    def wrap(self, model: Module, groups: Blocks) -> None:
         from ..engine.attention import slice_attention
 
         for group in groups:

@@ -10,19 +10,14 @@ Left out: a staging buffer for memory that could not be page-locked, and convolu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ..config.declared import NO, Both, Declared
 from ..config.fields import Share
-from ..seam.technique import CACHING, RESIDENT, Asked, ConvertTechnique, WrapTechnique
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ..seam.family import BlockGroup
+from ..seam.technique import CACHING, RESIDENT, Asked, Blocks, ConvertTechnique, Module, WrapTechnique
 
 MASTER = Declared(
     ("memory", "mapped_master"), "mestre_em_disco", place=120, docs=(
@@ -76,12 +71,12 @@ class BlockStreaming(ConvertTechnique, WrapTechnique):
             return None
         return cls(memory.block_streaming, mapped=memory.mapped_master == "yes", folder=asked.folder)
 
-    def convert(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
+    def convert(self, model: Module, groups: Blocks) -> None:
         from ..engine.block_streaming import send_home
 
         send_home(groups, self.fraction, self._folder)
 
-    def wrap(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
+    def wrap(self, model: Module, groups: Blocks) -> None:
         from ..engine.block_streaming import stream
 
         stream(model, groups, self.fraction, self.slots, self._folder)

@@ -6,35 +6,21 @@ a row stay as exact as large ones. Only storage is in fp8, so it works on every 
 when both are on.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from ._quantizer import Quantizer, pack_rows
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ..seam.family import BlockGroup
+from ._quantizer import RowQuantizer
 
 
 @dataclass(frozen=True)
-class CastFp8(Quantizer):
+class CastFp8(RowQuantizer):
+    storage: ClassVar[str] = "float8_e4m3fn"
     value: ClassVar[str] = "fp8"
     loses: ClassVar[float] = 0.03
     mildness: ClassVar[int] = 75
     asked_only: ClassVar[bool] = True
     """int8 is as small, and closer."""
     order: ClassVar[int] = 14
-
-    convolutions: bool = True
-
-    def convert(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
-        import torch
-
-        pack_rows(groups, torch.float8_e4m3fn, self.value, convolutions=self.convolutions)
 
 
 TECHNIQUE = CastFp8

@@ -7,17 +7,11 @@ Frozen weights only; adapters stay on the card. Left out: a head that carries an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from ..config.declared import Both, Declared
-from ..seam.technique import RESIDENT, ConvertTechnique, WrapTechnique
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ..seam.family import BlockGroup
+from ..seam.technique import RESIDENT, Blocks, ConvertTechnique, Module, WrapTechnique
 
 
 @dataclass(frozen=True)
@@ -33,17 +27,17 @@ class EmbeddingOffload(ConvertTechnique, WrapTechnique):
     some_bases: ClassVar[bool] = True
 
     @classmethod
-    def finds(cls, model: nn.Module, groups: Sequence[BlockGroup]) -> bool:
+    def finds(cls, model: Module, groups: Blocks) -> bool:
         from ..engine.vocabulary import vocabulary_bytes
 
         return bool(vocabulary_bytes(model, groups))
 
-    def convert(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
+    def convert(self, model: Module, groups: Blocks) -> None:
         from ..engine import vocabulary
 
         vocabulary.send_home(model, groups)
 
-    def wrap(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
+    def wrap(self, model: Module, groups: Blocks) -> None:
         from ..engine import vocabulary
 
         vocabulary.work_from_home(model, groups)

@@ -5,35 +5,21 @@ weights lose 5.5 % (root mean square), where cast_fp8 loses 3 % and quantize_8bi
 with an outlier, weights 2^-30 of it are still told from zero. Only storage is in fp8, so it works on every card.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from ._quantizer import Quantizer, pack_rows
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ..seam.family import BlockGroup
+from ._quantizer import RowQuantizer
 
 
 @dataclass(frozen=True)
-class Fp8E5m2(Quantizer):
+class Fp8E5m2(RowQuantizer):
+    storage: ClassVar[str] = "float8_e5m2"
     value: ClassVar[str] = "fp8_e5m2"
     loses: ClassVar[float] = 0.055
     mildness: ClassVar[int] = 70
     asked_only: ClassVar[bool] = True
     """int8 is as small, and closer."""
     order: ClassVar[int] = 14
-
-    convolutions: bool = True
-
-    def convert(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
-        import torch
-
-        pack_rows(groups, torch.float8_e5m2, self.value, convolutions=self.convolutions)
 
 
 TECHNIQUE = Fp8E5m2

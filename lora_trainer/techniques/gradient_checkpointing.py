@@ -5,17 +5,11 @@ Whole blocks, with random numbers and autocast as in the first run. Left out: ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ..config.declared import Both, Declared
-from ..seam.technique import LEARNING, WrapTechnique
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ..seam.family import BlockGroup
+from ..seam.technique import LEARNING, Blocks, Module, WrapTechnique
 
 
 @dataclass(frozen=True)
@@ -37,7 +31,7 @@ class GradientCheckpointing(WrapTechnique):
         """Unless a plan says otherwise."""
         return bool(value != "no")
 
-    def wrap(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
+    def wrap(self, model: Module, groups: Blocks) -> None:
         from ..engine.recompute import Recomputed
 
         for group in groups:

@@ -7,18 +7,14 @@ asks for it, and the card has a word in it (machine/hardware.py): it is no optio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from ..seam.technique import Asked, ContextTechnique, ScalerTechnique, WrapTechnique
+from ..seam.technique import Asked, Blocks, ContextTechnique, Module, ScalerTechnique, WrapTechnique
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
-
-    from ..seam.family import BlockGroup
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class MixedPrecision(WrapTechnique, ContextTechnique, ScalerTechnique):
         halves: dict[str, Literal["fp16", "bf16"]] = {"fp16": "fp16", "bf16": "bf16"}
         return cls(halves[asked.compute], asked.device) if asked.compute in halves else None
 
-    def wrap(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
+    def wrap(self, model: Module, groups: Blocks) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         for module in model.modules():

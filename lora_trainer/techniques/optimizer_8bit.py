@@ -35,18 +35,11 @@ class Optimizer8bit(OptimizerTechnique):
     options: ClassVar[tuple[Declared, ...]] = (SWITCH,)
     excludes: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
-            SWITCH.key,
-            ("training", "optimizer"),
-            lambda c: c.training.use_8bit_optimizer == "yes" and c.training.optimizer not in EIGHT_BIT,
-            (
-                "o otimizador `{c.training.optimizer}` não tem versão de 8 bits",
-                "the optimizer `{c.training.optimizer}` has no 8-bit version",
-            ),
-            (
-                f"use um destes: {', '.join(EIGHT_BIT)}; ou apague `{{first}}`",
-                f"use one of: {', '.join(EIGHT_BIT)}; or delete `{{first}}`",
-            ),
-        ),
+            SWITCH.key, ("training", "optimizer"), lambda c: c.training.optimizer not in EIGHT_BIT,
+            ("o otimizador `{c.training.optimizer}` não tem versão de 8 bits",
+             "the optimizer `{c.training.optimizer}` has no 8-bit version"),
+            (f"use um destes: {', '.join(EIGHT_BIT)}; ou apague `{{first}}`",
+             f"use one of: {', '.join(EIGHT_BIT)}; or delete `{{first}}`")),
     )
     mildness: ClassVar[int] = 60
     lossless: ClassVar[bool] = False

@@ -33,46 +33,26 @@ class OptimizerInBackward(OptimizerTechnique):
     """It forbids clipping, which is the user's to give up."""
     excludes: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
-            SWITCH.key,
-            ("training", "gradient_accumulation_steps"),
-            lambda c: c.memory.optimizer_in_backward == "yes" and c.training.gradient_accumulation_steps > 1,
-            (
-                "`{first}` não anda com `{second}` maior que 1: o peso mudaria a cada micro-lote",
-                "`{first}` excludes `{second}` above 1: the weight would change at every micro-batch",
-            ),
-            ("use `{second}: 1` ou apague `{first}`", "use `{second}: 1` or delete `{first}`"),
-        ),
+            SWITCH.key, ("training", "gradient_accumulation_steps"), lambda c: c.training.gradient_accumulation_steps > 1,
+            ("`{first}` não anda com `{second}` maior que 1: o peso mudaria a cada micro-lote",
+             "`{first}` excludes `{second}` above 1: the weight would change at every micro-batch"),
+            ("use `{second}: 1` ou apague `{first}`", "use `{second}: 1` or delete `{first}`")),
         Conflict(
-            SWITCH.key,
-            ("training", "max_grad_norm"),
-            lambda c: c.memory.optimizer_in_backward == "yes" and c.training.max_grad_norm > 0,
-            (
-                "`{first}` não anda com o corte de gradiente, que só se calcula com todos os gradientes à mão",
-                "`{first}` excludes gradient clipping, which needs all gradients at once",
-            ),
-            ("use `{second}: 0` ou apague `{first}`", "use `{second}: 0` or delete `{first}`"),
-        ),
+            SWITCH.key, ("training", "max_grad_norm"), lambda c: c.training.max_grad_norm > 0,
+            ("`{first}` não anda com o corte de gradiente, que só se calcula com todos os gradientes à mão",
+             "`{first}` excludes gradient clipping, which needs all gradients at once"),
+            ("use `{second}: 0` ou apague `{first}`", "use `{second}: 0` or delete `{first}`")),
         one_estimate_for_all(SWITCH.key),
         Conflict(
-            SWITCH.key,
-            ("training", "mixed_precision"),
-            lambda c: c.memory.optimizer_in_backward == "yes" and c.training.mixed_precision == "fp16",
-            (
-                "`{first}` não anda com `{second}: fp16`: um passo com estouro não poderia ser refeito",
-                "`{first}` excludes `{second}: fp16`: a step that overflows could not be made again",
-            ),
-            ("use `{second}: bf16` ou `nao`, ou apague `{first}`", "use `{second}: bf16` or `no`, or delete `{first}`"),
-        ),
+            SWITCH.key, ("training", "mixed_precision"), lambda c: c.training.mixed_precision == "fp16",
+            ("`{first}` não anda com `{second}: fp16`: um passo com estouro não poderia ser refeito",
+             "`{first}` excludes `{second}: fp16`: a step that overflows could not be made again"),
+            ("use `{second}: bf16` ou `nao`, ou apague `{first}`", "use `{second}: bf16` or `no`, or delete `{first}`")),
         Conflict(
-            ("training", "ema"),
-            SWITCH.key,
-            lambda c: c.training.ema > 0 and c.memory.optimizer_in_backward == "yes",
-            (
-                "`{first}` não anda com `{second}`, que atualiza cada peso num momento seu",
-                "`{first}` excludes `{second}`, which updates each weight at a moment of its own",
-            ),
-            ("apague um dos dois", "delete one of the two"),
-        ),
+            ("training", "ema"), SWITCH.key, lambda c: c.training.ema > 0,
+            ("`{first}` não anda com `{second}`, que atualiza cada peso num momento seu",
+             "`{first}` excludes `{second}`, which updates each weight at a moment of its own"),
+            ("apague um dos dois", "delete one of the two")),
     )
 
     def build(self, groups: Groups, settings: TrainingConfig) -> InBackward:

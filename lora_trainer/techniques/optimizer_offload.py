@@ -33,15 +33,10 @@ class OptimizerOffload(OptimizerTechnique):
     options: ClassVar[tuple[Declared, ...]] = (SWITCH,)
     excludes: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
-            SWITCH.key,
-            ("memory", "optimizer_in_backward"),
-            lambda c: c.memory.optimizer_offload == "yes" and c.memory.optimizer_in_backward == "yes",
-            (
-                "`{first}` não anda com `{second}`, que atualiza cada peso no meio do backward",
-                "`{first}` excludes `{second}`, which updates each weight in the middle of the backward pass",
-            ),
-            ("apague um dos dois", "delete one of the two"),
-        ),
+            SWITCH.key, ("memory", "optimizer_in_backward"), lambda c: c.memory.optimizer_in_backward == "yes",
+            ("`{first}` não anda com `{second}`, que atualiza cada peso no meio do backward",
+             "`{first}` excludes `{second}`, which updates each weight in the middle of the backward pass"),
+            ("apague um dos dois", "delete one of the two")),
         one_estimate_for_all(SWITCH.key),
     )
     mildness: ClassVar[int] = 50

@@ -6,17 +6,13 @@ divisible by 64. The format is engine/four_bit.py's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from ..config.declared import Declared
+from ..seam.technique import Blocks, Module
 from ._quantizer import BASE, TEXT, Quantizer
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ..seam.family import BlockGroup
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,7 @@ class Quantize4bit(Quantizer):
     kind: Literal["nf4", "fp4"] = "nf4"
     double: bool = True
 
-    def convert(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
+    def convert(self, model: Module, groups: Blocks) -> None:
         from ..engine.four_bit import FourBit
         from ..engine.packed import pack_layers
 
