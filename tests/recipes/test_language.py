@@ -72,7 +72,9 @@ def test_trains_under_memory_techniques(tmp_path: Path, options: dict[str, objec
 
 
 @pytest.mark.parametrize("packed", [one.value for one in sharing(BASE.key)])
-def test_every_way_to_pack_a_base_is_planned_trained_and_resumed(tmp_path: Path, packed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_way_to_pack_a_base_is_planned_trained_and_resumed(
+    tmp_path: Path, packed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By the name that its technique gives it."""
     path = make(tmp_path, memoria={"quantizacao_base": packed}, treino={"epocas": 1})
     assert main(["plano", "--config", str(path), "--vram", "4"]) == 0
