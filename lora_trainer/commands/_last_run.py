@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import psutil
 
-from ..config import names
+from ..config.declared import techniques
 from ..config.loading import Loaded
 from ..config.schema import Config
 from ..errors import t
@@ -22,22 +22,6 @@ End = Literal["done", "stopped", "killed", "running"]
 ENDS = ("done", "stopped")
 """Events that a run ends with, unless it is killed."""
 MEMORY_REASONS = ("DoesNotFitError", "OutOfMemoryError")
-OPTION_OF_TECHNIQUE: dict[str, names.Key] = {
-    "GradientCheckpointing": ("training", "gradient_checkpointing"),
-    "Optimizer8bit": ("training", "use_8bit_optimizer"),
-    "Quantize4bit": ("memory", "base_quantization"),
-    "Quantize8bit": ("memory", "base_quantization"),
-    "CastFp8": ("memory", "base_quantization"),
-    "EmbeddingOffload": ("memory", "embedding_offload"),
-    "BlockStreaming": ("memory", "block_streaming"),
-    "ActivationOffload": ("memory", "activation_offload"),
-    "OptimizerOffload": ("memory", "optimizer_offload"),
-    "OptimizerInBackward": ("memory", "optimizer_in_backward"),
-    "MixedPrecision": ("training", "mixed_precision"),
-}
-"""Class name in plano.json -> the option that switches it."""
-WITHOUT_OPTION = frozenset({"AttentionSlicing"})
-"""Techniques that follow from the machine or from other options."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +84,7 @@ def last_run_lines(run: LastRun, config: Config) -> list[str]:
         count = len(run.ooms)
         lines.append(t(pt=f"  faltou VRAM {count} vez(es)", en=f"  out of VRAM {count} time(s)"))
     if run.memory_ended or run.ooms:
-        on = frozenset(OPTION_OF_TECHNIQUE[name] for name in run.techniques if name in OPTION_OF_TECHNIQUE)
+        on = frozenset(one.key for one in techniques() if one.options and one.__name__ in run.techniques)
         lines += [f"  {line}" for line in explain(run.phase or "train", run.causes, config, on, keys(run.saves))]
     return lines
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config import names, presets
+from ..config.declared import with_values
 from ..config.loading import Loaded, load
 from ..config.names import shown
 from ..engine.tracker import CAUSES
@@ -21,18 +22,19 @@ from ..machine.card import Card
 from ..machine.hardware import Precision, choose_precision
 from ..machine.ram import Ram, ram_notice
 from ..machine.speed import Speed, speed_of
-from ..planner.advice import CACHING, cause_title, does_not_fit, explain, phase_title
-from ..planner.ask import ask
+from ..planner.advice import cause_title, does_not_fit, explain, phase_title
+from ..planner.ask import ask, not_quantized
+from ..planner.caching import OPTIONS
 from ..planner.foresee import Foresight, Tried, named
-from ..planner.options import QUANTIZATION, not_quantized, with_values
+from ..planner.ladder import BATCH_SIZE
 from ..planner.picker import Choice, settle
+from ..planner.plan import CHECKPOINTING, QUANTIZATION
+from ..seam.technique import CACHING
 from ..units import GIB, gib
 from ._amount import Amount, amount_of, disk_bytes
 
 IMITATED = Card("", (8, 0))
 """A card that is not here is taken for one of the RTX 30 series: bf16."""
-CHECKPOINTING: names.Key = ("training", "gradient_checkpointing")
-ENCODING = ("text_streaming", "text_quantization", "vae_tiling")
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,17 @@ class Planned:
         tokens = training.batch_size * training.gradient_accumulation_steps * data.max_length
         return tokens / self.seconds if self.found.texts else None
 
+    @property
+    def split(self) -> bool:
+        """In smaller micro-batches than the config says."""
+        return self.found.micro_batch < self.loaded.config.training.batch_size
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a step."""
+        training = self.loaded.config.training
+        return training.gradient_accumulation_steps * -(-training.batch_size // self.found.micro_batch)
+
     def seconds_of(self, one: Tried) -> float:
         return self.speed.seconds(one.flops, one.transferred)
 
@@ -70,7 +83,7 @@ class Planned:
     @property
     def values(self) -> dict[names.Key, Any]:
         """All options solved, those of the caching phase too where they are on."""
-        encoding = {name: self.found.encoding.get(name) for name in ENCODING}
+        encoding = {name: self.found.encoding.get(name) for name in OPTIONS}
         words = {name: "yes" if value is True else value for name, value in encoding.items()}
         on = {("memory", name): word for name, word in words.items() if word not in (None, False, "no")}
         return {**self.found.values, **on}
@@ -91,7 +104,9 @@ def show(arguments: argparse.Namespace, settings: Sequence[str]) -> None:
         found, available = planned.found, planned.choice.available
         assert available is not None
         on = frozenset(key for key, value in found.values.items() if value not in ("no", None))
-        causes, solved = found.phases[found.worst_phase].causes, with_values(planned.loaded.config, found.values)
+        causes, solved = found.phases[found.worst_phase].causes, with_values(
+            planned.loaded.config, {**found.values, BATCH_SIZE: found.micro_batch}
+        )
         lines = explain(found.worst_phase, causes, solved, on, found.saves)
         raise does_not_fit(found.peak, available, found.worst_phase, lines)
 
@@ -148,8 +163,8 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "host_gib": _gib(found.host),
         "disk_gib": _gib(planned.disk),
         "preset": choice.preset,
-        "micro_batch": planned.loaded.config.training.batch_size,
-        "accumulation": planned.loaded.config.training.gradient_accumulation_steps,
+        "micro_batch": found.micro_batch,
+        "accumulation": planned.accumulation,
         "max_length": planned.loaded.config.data.max_length if found.texts else None,
         "tokens_per_s": planned.tokens_per_second and round(planned.tokens_per_second, 1),
         "lossless": found.lossless,
@@ -188,6 +203,8 @@ def _print(planned: Planned) -> None:
     console.print(_phase_table(found))
     console.print(_verdict(planned), style="green" if found.fits else "red", markup=False)
     chosen = settings_text(planned.values)
+    if planned.split:
+        chosen = f"{at_a_time(found.micro_batch)}, {chosen}"
     console.print(t(pt=f"plano: {chosen}", en=f"plan: {chosen}"), markup=False)
     for line in [*_reasons(planned), *_costs(planned)]:
         console.print(line, markup=False)
@@ -202,7 +219,7 @@ def _print(planned: Planned) -> None:
 def _work(planned: Planned) -> str:
     """What a step does."""
     config = planned.loaded.config
-    count, times = config.training.batch_size, config.training.gradient_accumulation_steps
+    count, times = planned.found.micro_batch, planned.accumulation
     size = "×".join(map(str, config.data.resolution))
     what = t(pt=f"imagem(ns) de {size}", en=f"image(s) of {size}")
     if planned.found.texts:
@@ -300,18 +317,22 @@ def _column(cause: str) -> str:
 def _below_table(planned: Planned) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     before = planned.found.values
-    batch = planned.loaded.config.training.batch_size
+    batch = planned.found.micro_batch
     peak = max(phase.total for name, phase in planned.found.phases.items() if name not in CACHING)  # the rungs are of training
     for one in planned.found.below:
         changed = {key: value for key, value in one.values.items() if before.get(key) != value}
         change = _short(changed)
         if one.micro_batch != batch:
-            change = t(pt=f"{one.micro_batch} exemplo(s) por vez", en=f"{one.micro_batch} example(s) at a time")
+            change = at_a_time(one.micro_batch)
         mark, seconds = "" if one.simulated else "≈ ", planned.seconds_of(one) - planned.seconds
         saved = t(pt=f"economiza {gib(peak - one.peak)}", en=f"saves {gib(peak - one.peak)}")
         table.add_row(f"  {change}", f"{mark}{gib(one.peak)}", saved, f"{seconds:+.2f} s")
         before, batch = one.values, one.micro_batch
     return table
+
+
+def at_a_time(count: int) -> str:
+    return t(pt=f"{count} exemplo(s) por vez", en=f"{count} example(s) at a time")
 
 
 def settings_text(values: Mapping[names.Key, Any]) -> str:

@@ -27,6 +27,8 @@ _NUMERAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?|[-+]?inf(inity)?", re
 _WHOLE = re.compile(r"[-+]?[\d_]+")
 
 
+Key = tuple[str, str]
+"""(section, option), in the English spelling."""
 LIMITS = ("ge", "gt", "le", "lt", "multiple_of")
 NO_WORDS = {"nao": "no", "não": "no"}
 YES_NO_WORDS = {"sim": "yes", **NO_WORDS}
@@ -79,12 +81,12 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, use_attribute_docstrings=True)
 
 
-def value_of(config: BaseModel, key: tuple[str, str]) -> Any:
+def value_of(config: BaseModel, key: Key) -> Any:
     """Of an option, by its section and name."""
     return getattr(getattr(config, key[0]), key[1])
 
 
-def with_values(config: Settings, values: Mapping[tuple[str, str], Any]) -> Settings:
+def with_values(config: Settings, values: Mapping[Key, Any]) -> Settings:
     """The config with some options replaced."""
     for (section, name), value in values.items():
         changed = getattr(config, section).model_copy(update={name: value})
@@ -253,7 +255,7 @@ Switch = Annotated[Literal["auto", "yes", "no"], BeforeValidator(_switch), YES_N
 """The program decides, unless the user does."""
 Free = Annotated[dict[str, Any], BeforeValidator(typed)]
 """Names and values that a library knows, not we."""
-Share = Annotated[float | Literal["auto", "no"], BeforeValidator(_share), "share"]
+Share = Annotated[float | Literal["auto", "no"], BeforeValidator(_share), "share", NO_WORDS]
 """A part of a whole, from 0 to 1; `no` is 0."""
 Resolution = Annotated[tuple[int, int], BeforeValidator(_resolution), "resolution"]
 Text = Annotated[str, BeforeValidator(_text), "text"]

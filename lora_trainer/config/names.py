@@ -14,11 +14,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from ..errors import language, t
-from .fields import NO, YES, docs_of
+from .fields import NO, YES, Key, docs_of
 from .schema import Config
-
-Key = tuple[str, str]
-"""(section, option), in the English spelling."""
 
 INPUT_KINDS = ("local_path", "folder", "path_or_hub")
 PATH_KINDS = (*INPUT_KINDS, "output_folder")

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import plugins
-from ..choices.optimizers import OPTIMIZERS, WITH_8BIT
+from ..choices.optimizers import OPTIMIZERS
 from ..errors import t
 from . import names
+from .declared import Conflict, conflicts
 from .entries import Entry
 from .fields import printable, value_of
 from .names import Key
@@ -48,39 +49,13 @@ class Facts:
         return f"{self.name(key)}: {option.word(word, lang)}"
 
 
-@dataclass(frozen=True)
-class Conflict:
-    """Two options that cannot both be as they are; {first} and {second} stand for their names as written."""
-
-    first: Key
-    second: Key
-    holds: Callable[[Config], bool]
-    problem: Both
-    hint: Both = ("", "")
-
-
 DELETE_FIRST = ("apague `{first}`", "delete `{first}`")
 DELETE_SECOND = ("apague `{second}`", "delete `{second}`")
 DELETE_ONE = ("apague um dos dois", "delete one of the two")
-SECOND_AUTO = ("use `{second}: auto`, ou `{first}: nao`", "use `{second}: auto`, or `{first}: no`")
 
 
 def _same(one: str | None, other: str | None) -> bool:
     return bool(one and other) and os.path.realpath(str(one)) == os.path.realpath(str(other))
-
-
-def _taken_apart(option: str) -> Conflict:
-    """An option of `memory` that steps every weight by itself."""
-    return Conflict(
-        ("memory", option),
-        ("training", "optimizer"),
-        lambda c: getattr(c.memory, option) == "yes" and not OPTIMIZERS[c.training.optimizer].separable,
-        (
-            "`{first}` não anda com `{second}: {c.training.optimizer}`, que usa uma estimativa comum a todos os pesos",
-            "`{first}` excludes `{second}: {c.training.optimizer}`, which has one estimate for all weights",
-        ),
-        ("use outro otimizador, ou apague `{first}`", "use another optimizer, or delete `{first}`"),
-    )
 
 
 _CONFLICTS = (
@@ -101,57 +76,6 @@ _CONFLICTS = (
         lambda c: c.training.timestep_min >= c.training.timestep_max,
         ("`{first}` ({c.training.timestep_min}) precisa ser menor que `{second}` ({c.training.timestep_max})",
          "`{first}` ({c.training.timestep_min}) must be below `{second}` ({c.training.timestep_max})")),
-    Conflict(
-        ("training", "use_8bit_optimizer"), ("training", "optimizer"),
-        lambda c: c.training.use_8bit_optimizer == "yes" and not OPTIMIZERS[c.training.optimizer].eight_bit,
-        ("o otimizador `{c.training.optimizer}` não tem versão de 8 bits",
-         "the optimizer `{c.training.optimizer}` has no 8-bit version"),
-        (f"use um destes: {', '.join(WITH_8BIT)}; ou apague `{{first}}`",
-         f"use one of: {', '.join(WITH_8BIT)}; or delete `{{first}}`")),
-    Conflict(
-        ("memory", "block_streaming"), ("training", "gradient_checkpointing"),
-        lambda c: isinstance(c.memory.block_streaming, float) and c.training.gradient_checkpointing == "no",
-        ("`{first}` precisa de `{second}`: sem ele, os pesos trazidos ficariam na placa até o passo de volta",
-         "`{first}` needs `{second}`: without it, the weights brought in would stay until the backward pass"),
-        SECOND_AUTO),
-    Conflict(
-        ("memory", "activation_offload"), ("training", "gradient_checkpointing"),
-        lambda c: c.memory.activation_offload == "yes" and c.training.gradient_checkpointing == "no",
-        ("`{first}` precisa de `{second}`: sem ele, todas as ativações iriam e voltariam",
-         "`{first}` needs `{second}`: without it, every activation would travel"),
-        SECOND_AUTO),
-    Conflict(
-        ("memory", "optimizer_in_backward"), ("training", "gradient_accumulation_steps"),
-        lambda c: c.memory.optimizer_in_backward == "yes" and c.training.gradient_accumulation_steps > 1,
-        ("`{first}` não anda com `{second}` maior que 1: o peso mudaria a cada micro-lote",
-         "`{first}` excludes `{second}` above 1: the weight would change at every micro-batch"),
-        ("use `{second}: 1` ou apague `{first}`", "use `{second}: 1` or delete `{first}`")),
-    Conflict(
-        ("memory", "optimizer_in_backward"), ("training", "max_grad_norm"),
-        lambda c: c.memory.optimizer_in_backward == "yes" and c.training.max_grad_norm > 0,
-        ("`{first}` não anda com o corte de gradiente, que só se calcula com todos os gradientes à mão",
-         "`{first}` excludes gradient clipping, which needs all gradients at once"),
-        ("use `{second}: 0` ou apague `{first}`", "use `{second}: 0` or delete `{first}`")),
-    Conflict(
-        ("memory", "optimizer_offload"), ("memory", "optimizer_in_backward"),
-        lambda c: c.memory.optimizer_offload == "yes" and c.memory.optimizer_in_backward == "yes",
-        ("`{first}` não anda com `{second}`, que atualiza cada peso no meio do backward",
-         "`{first}` excludes `{second}`, which updates each weight in the middle of the backward pass"),
-        DELETE_ONE),
-    _taken_apart("optimizer_offload"),
-    _taken_apart("optimizer_in_backward"),
-    Conflict(
-        ("memory", "optimizer_in_backward"), ("training", "mixed_precision"),
-        lambda c: c.memory.optimizer_in_backward == "yes" and c.training.mixed_precision == "fp16",
-        ("`{first}` não anda com `{second}: fp16`: um passo com estouro não poderia ser refeito",
-         "`{first}` excludes `{second}: fp16`: a step that overflows could not be made again"),
-        ("use `{second}: bf16` ou `nao`, ou apague `{first}`", "use `{second}: bf16` or `no`, or delete `{first}`")),
-    Conflict(
-        ("training", "ema"), ("memory", "optimizer_in_backward"),
-        lambda c: c.training.ema > 0 and c.memory.optimizer_in_backward == "yes",
-        ("`{first}` não anda com `{second}`, que atualiza cada peso num momento seu",
-         "`{first}` excludes `{second}`, which updates each weight at a moment of its own"),
-        DELETE_ONE),
     Conflict(
         ("training", "ema"), ("training", "optimizer"),
         lambda c: c.training.ema > 0 and OPTIMIZERS[c.training.optimizer].averages,
@@ -305,11 +229,10 @@ def contradictions(facts: Facts) -> list[Problem]:
 
 
 def _conflicting(facts: Facts) -> Iterator[Problem]:
-    for conflict in _CONFLICTS:
+    for conflict in (*_CONFLICTS, *conflicts()):
         if conflict.holds(facts.config) and not facts.failed & {conflict.first, conflict.second}:
-            told = {"first": facts.name(conflict.first), "second": facts.name(conflict.second), "c": facts.config}
             one, other = facts.where(conflict.first), facts.where(conflict.second)
-            message, hint = filled(conflict.problem, told), filled(conflict.hint, told)
+            message, hint = conflict.told(facts.name(conflict.first), facts.name(conflict.second), facts.config)
             yield Problem(message, one or other, hint, other if one else None)
 
 

@@ -3,16 +3,16 @@
 Below each option: what it is, in both languages, for people (hints of errors, JSON Schema).
 """
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ..choices import words
 from ..choices.losses import LOSSES, WEIGHTINGS
 from ..choices.noise_levels import SAMPLINGS
 from ..choices.optimizers import OPTIMIZERS
 from ..choices.schedules import SCHEDULES
+from . import declared
 from .fields import (
     MAX_SIDE,
-    NO_WORDS,
     Boolean,
     Folder,
     Free,
@@ -24,7 +24,6 @@ from .fields import (
     Resolution,
     Rules,
     Section,
-    Share,
     Switch,
     Text,
     option,
@@ -47,6 +46,14 @@ else:
     WeightingName = Literal[tuple(WEIGHTINGS)]
     _with_auto = ("auto", *SAMPLINGS)
     SamplingName = Literal[_with_auto]
+
+
+class _Assembled(Section):
+    """A section to which techniques add their options."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 class ModelConfig(Section):
@@ -289,7 +296,8 @@ class DataConfig(Section):
     en: Share of the examples held out for validation."""
 
 
-class TrainingConfig(Section):
+@declared.assembled("training")
+class TrainingConfig(_Assembled):
     epochs: Integer = option(
         10, pt="epocas", ge=1, le=1_000_000, elsewhere="max_train_epochs num_train_epochs num_epochs")
     """pt: Passadas pelo conjunto, no total.
@@ -320,16 +328,10 @@ class TrainingConfig(Section):
         "auto", pt="precisao_mista", words={"nao": "no", "não": "no", "fp32": "no"})
     """pt: Precisão do cálculo; auto escolhe pela placa.
     en: Compute precision; auto chooses by the card."""
-    gradient_checkpointing: Switch = option("auto", pt="checkpoint_gradiente")
-    """pt: Recalcula ativações no passo de volta para economizar memória; auto: se o plano precisar.
-    en: Recompute activations in the backward pass to save memory; auto: if the plan needs it."""
     optimizer: OptimizerName = option(
         "adamw", pt="otimizador", elsewhere="optimizer_type", words=words(OPTIMIZERS))
     """pt: Otimizador.
     en: Optimizer."""
-    use_8bit_optimizer: Switch = option("auto", pt="use_otimizador_8bit", elsewhere="use_8bit_adam")
-    """pt: Usa a versão de 8 bits do otimizador (bitsandbytes); auto: se o plano precisar.
-    en: Use the 8-bit version of the optimizer (bitsandbytes); auto: if the plan needs it."""
     weight_decay: Number = option(0.01, pt="decaimento_pesos", ge=0, le=100)
     """pt: Decaimento dos pesos.
     en: Weight decay."""
@@ -436,7 +438,8 @@ class SystemConfig(Section):
     en: CPU threads. Unset: PyTorch's choice."""
 
 
-class MemoryConfig(Section):
+@declared.assembled("memory")
+class MemoryConfig(_Assembled):
     preset: Literal["auto", "none", "4gb", "6gb", "8gb", "12gb", "24gb"] = option(
         "auto", pt="preset", words={"nenhum": "none", "nao": "none", "não": "none", "no": "none"},
         elsewhere="low_vram lowram")
@@ -448,39 +451,6 @@ class MemoryConfig(Section):
     ram: Number | None = option(None, pt="ram", gt=0, le=65536)
     """pt: GiB de RAM que podem ser usados. Sem valor: a RAM livre menos uma reserva.
     en: GiB of host RAM that may be used. Unset: free RAM less a reserve."""
-    base_quantization: Literal["auto", "no", "nf4", "int8", "fp8"] = option(
-        "auto", pt="quantizacao_base", words=NO_WORDS,
-        elsewhere="fp8_base load_in_4bit load_in_8bit quantize base_model_precision")
-    """pt: Como o modelo base congelado é guardado: nao (16 bits), fp8, int8 ou nf4 (4 bits).
-    en: How the frozen base is stored: no (16 bits), fp8, int8 or nf4 (4 bits)."""
-    block_streaming: Share = option(
-        "auto", pt="streaming_blocos", words=NO_WORDS, elsewhere="blocks_to_swap block_swap layer_offload_fraction")
-    """pt: Parte dos blocos do modelo base que fica na RAM e vem à placa quando é usada: nao ou de 0 a 1.
-    en: Share of the base's blocks kept in RAM and brought to the card when used: no, or 0 to 1."""
-    embedding_offload: Switch = option("auto", pt="descarga_embeddings")
-    """pt: Guarda na RAM os embeddings e a cabeça de um modelo de linguagem; só as linhas em uso vêm à placa.
-    en: Keep a language model's embeddings and head in RAM; only the rows in use come to the card."""
-    activation_offload: Switch = option("auto", pt="descarga_ativacoes", elsewhere="cpu_offload_checkpointing")
-    """pt: Guarda na RAM as ativações dos checkpoints de gradiente.
-    en: Keep the activations of gradient checkpoints in RAM."""
-    optimizer_offload: Switch = option("auto", pt="descarga_otimizador")
-    """pt: Guarda na RAM os momentos do otimizador; os de cada peso vêm à placa só para a sua atualização.
-    en: Keep the optimizer's moments in RAM; each weight's come to the card for its own update only."""
-    optimizer_in_backward: Switch = option("no", pt="otimizador_no_backward", elsewhere="fused_backward_pass")
-    """pt: Atualiza cada peso assim que seu gradiente existe; sem acumulação e sem corte de gradiente.
-    en: Step each weight as soon as its gradient exists; without accumulation and without clipping."""
-    vae_tiling: Switch = option("auto", pt="vae_em_blocos", elsewhere="vae_batch_size enable_vae_tiling")
-    """pt: Codifica e decodifica imagens em blocos.
-    en: Encode and decode images in tiles."""
-    text_quantization: Literal["auto", "no", "nf4", "int8"] = option("auto", pt="quantizacao_texto", words=NO_WORDS)
-    """pt: Como os codificadores de texto são guardados ao codificar as legendas: nao, int8 ou nf4.
-    en: How text encoders are stored while captions are encoded: no, int8 or nf4."""
-    text_streaming: Switch = option("auto", pt="streaming_texto")
-    """pt: Os codificadores de texto vêm à placa camada por camada.
-    en: Text encoders come to the card layer by layer."""
-    mapped_master: Switch = option("auto", pt="mestre_em_disco")
-    """pt: Com pouca RAM, a cópia de onde os blocos vêm é um arquivo mapeado em disco.
-    en: With little RAM, the copy that blocks are streamed from is a file mapped from disk."""
     profile: Boolean = option(False, pt="perfil")
     """pt: Grava um perfil de memória e tempo na pasta da execução.
     en: Write a profile of memory and time into the run folder."""

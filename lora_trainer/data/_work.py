@@ -7,13 +7,13 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
+from ..engine.attention import slice_where_unfused
 from ..engine.tracker import hold, host_memory
 from ..machine.hardware import PartRow, describe_parts
 from ..planner.caching import Encoding, OnOom, exhausted, next_rung, rung_name
 from ..planner.encoders import load_encoders
 from ..runtime.recover import free_memory, is_out_of_memory
 from ..seam.family import Example, ImageFamily
-from ..techniques.attention_slicing import slice_where_unfused
 
 Network = TypeVar("Network", bound=nn.Module)
 Entry = TypeVar("Entry")

@@ -13,12 +13,12 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import nn
 
+from ..engine.attention import slice_where_unfused
 from ..engine.tracker import hold
 from ..engine.vae_tiling import decodes_tiled, tiled
 from ..errors import t
 from ..modality import Desk, Previews
 from ..seam.family import Example, ImageFamily, Sampling
-from ..techniques.attention_slicing import slice_where_unfused
 from .encode import Encoder
 
 MARGIN, LABEL_HEIGHT, SMALLEST_CELL = 12, 34, 192

@@ -247,7 +247,6 @@ def _layers(groups: Sequence[BlockGroup]) -> Iterator[tuple[nn.Module, str, nn.M
 
 AT_ONCE = 1 << 22
 """Weights."""
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 @dataclass(frozen=True)
@@ -257,10 +256,16 @@ class RowScaled(Packing):
 
     storage: torch.dtype
     kinds: tuple[type[nn.Module], ...]
+    name: str = ""
 
     @property
     def title(self) -> str:
-        return "int8" if self.storage is torch.int8 else "fp8"
+        return self.name or ("int8" if self.storage is torch.int8 else "fp8")
+
+    @property
+    def largest(self) -> float:
+        info = torch.finfo if self.storage.is_floating_point else torch.iinfo
+        return float(info(self.storage).max)
 
     def fits(self, layer: nn.Module) -> bool:
         plain = not isinstance(layer, nn.Conv2d) or (layer.padding_mode == "zeros" and layer.padding != "same")
@@ -276,7 +281,7 @@ class RowScaled(Packing):
         return {"codes": codes, "scale": torch.cat(scales)}
 
     def _pack_rows(self, rows: Tensor, codes: Tensor) -> Tensor:
-        largest, dims = LARGEST[self.storage], tuple(range(1, rows.ndim))
+        largest, dims = self.largest, tuple(range(1, rows.ndim))
         scale = torch.linalg.vector_norm(rows, torch.inf, dims, keepdim=True, dtype=torch.float32) / largest
         scale.clamp_min_(torch.finfo(torch.float32).tiny)
         values = rows / scale

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -185,3 +185,30 @@ class _RandomState:
 
 def _never(_: Any) -> Tensor:
     raise AssertionError("the graph of a second run is never walked")
+
+
+class Recomputed:
+    """Stands in for a block's `forward`, and counts: a checkpoint that is silently off looks just like one on."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+        self.passes = 0
+        """Forward passes with gradients."""
+        self.runs = 0
+        """Times the block really ran for them."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        self.passes += 1
+        return recompute(self._run, args, kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self.runs += 1
+        return self.forward(*args, **kwargs)
+
+
+def recomputations(model: nn.Module) -> int:
+    """How often blocks ran again for a backward pass since they were wrapped; 0 after a step means it is off."""
+    wrapped = [module.forward for module in model.modules() if isinstance(module.forward, Recomputed)]
+    return sum(each.runs - each.passes for each in wrapped)

@@ -10,10 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config.schema import TrainingConfig
-from ..errors import t
 from ..seam.technique import Groups
-from .optimizers import chosen
 
 
 class PerParameter(torch.optim.Optimizer):
@@ -54,14 +51,3 @@ class PerParameter(torch.optim.Optimizer):
                 one = {"state": own, "param_groups": [{**saved, "params": [number]}]}
                 self._inner[parameter][0].load_state_dict(one)
                 self._mirror(parameter)
-
-
-def not_separable(settings: TrainingConfig) -> str | None:
-    """Why the optimizer cannot be taken apart, if so."""
-    optimizer = chosen(settings)
-    if optimizer.separable:
-        return None
-    return t(
-        pt=f"otimizador: {optimizer.name} (usa uma estimativa comum a todos os parâmetros)",
-        en=f"optimizer: {optimizer.name} (has one estimate for all parameters)",
-    )

@@ -5,20 +5,21 @@ order of the user's own guide: batch, precision, quantised base, checkpointing, 
 where there is one.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..choices.optimizers import OPTIMIZERS
 from ..config import names
+from ..config.declared import options, value_of
 from ..config.schema import Config
 from ..errors import DoesNotFitError, language, t
+from ..seam.technique import CACHING
 from ..units import gib
-from .options import OPTIMIZER_OFFLOAD, moments_can_leave
+from .ladder import ACCUMULATION, BATCH_SIZE, LADDER
 
 Cost = Literal["time", "numbers", "result"]
 """What a remedy takes: only time; a bounded change of numbers; another result, which needs the user's word."""
-CACHING, PREVIEW = ("cache", "text_cache", "latent_cache"), ("preview",)
+PREVIEW = {"preview"}
 
 
 @dataclass(frozen=True)
@@ -41,20 +42,24 @@ def remedies(
 ) -> list[Remedy]:
     """`phase`: where memory ended. `on`: options at `auto` that the plan has switched on. `saves`: bytes by option."""
     found, known = [], saves or {}
-    for rule in _RULES:
-        for remedy in rule(config, phase):
-            first = next(iter(remedy.settings))
-            other_s = first not in known if first in _OF_TEXTS else first == _RESOLUTION and _LENGTH in known
-            if first not in on and not other_s:
-                found.append(Remedy(remedy.settings, remedy.cost, known.get(first)))
+    for remedy in _all(config, phase):
+        first = next(iter(remedy.settings))
+        other_s = first not in known if first in _of_texts() else first == _RESOLUTION and _LENGTH in known
+        if first not in on and not other_s:
+            found.append(Remedy(remedy.settings, remedy.cost, known.get(first)))
     return found
+
+
+def _of_texts() -> set[names.Key]:
+    """Nothing to many bases: told only where the plan knows what they save."""
+    return {_LENGTH, *(step.key for step in LADDER if step.chosen[-1].some_bases)}
 
 
 def already_on(config: Config, on: frozenset[names.Key] = frozenset()) -> list[str]:
     """The memory options in force, as the user would write them."""
     shown = []
-    for key in _SWITCHES:
-        value = getattr(getattr(config, key[0]), key[1])
+    for key, _ in _SWITCHES:
+        value = value_of(config, key)
         if key in on or value not in ("auto", "no", False):
             word = _word(key, "yes" if value == "auto" else value)
             shown.append(f"{names.options()[key].shown()}={word}")
@@ -149,130 +154,50 @@ def _word(key: names.Key, value: object) -> str:
     return names.options()[key].word(value, language()) if isinstance(value, str) else f"{value}"
 
 
-# -- the rules, in their order
+# -- in their order
 
-_SWITCHES: tuple[names.Key, ...] = (
-    ("training", "gradient_checkpointing"),
-    ("memory", "embedding_offload"),
-    ("memory", "block_streaming"),
-    ("memory", "activation_offload"),
-    OPTIMIZER_OFFLOAD,
-    ("memory", "vae_tiling"),
-    ("memory", "text_streaming"),
-    ("memory", "text_quantization"),
-    ("memory", "base_quantization"),
-    ("training", "use_8bit_optimizer"),
-    ("memory", "optimizer_in_backward"),
-)
 _RESOLUTION: names.Key = ("data", "resolution")
 _LENGTH: names.Key = ("data", "max_length")
-_OF_TEXTS = (_LENGTH, ("memory", "embedding_offload"))
-"""Nothing to families that learn from images: told only where the plan knows what they save."""
-_Rule = Callable[[Config, str], Iterator[Remedy]]
+_SWITCHES = [(key, option) for key, option in options().items() if option.phases]
+"""Options that save memory, in the order in which they are told."""
+
+
+def _all(config: Config, phase: str) -> Iterator[Remedy]:
+    """What costs time, what changes numbers within bounds, what changes the result."""
+    yield from _batch(config, phase)
+    yield from _rungs(config, phase, lossless=True)
+    if config.data.cache_text_encoder == "no":
+        yield Remedy({("data", "cache_text_encoder"): "yes"}, "time")
+    if config.training.mixed_precision == "no":
+        yield Remedy({("training", "mixed_precision"): "auto"}, "numbers")
+    yield from _rungs(config, phase, lossless=False)
+    yield from _less(config, phase)
+
+
+def _rungs(config: Config, phase: str, *, lossless: bool) -> Iterator[Remedy]:
+    """The tightest value of every option of the ladder that helps in this phase."""
+    for step in sorted(LADDER, key=lambda step: step.option.place):
+        tightest, now = step.values[-1], value_of(config, step.key)
+        useful = phase in step.option.phases and step.chosen[-1].helps(config)
+        if step.lossless == lossless and useful and step.tightness(now) < step.tightness(tightest):
+            yield Remedy({step.key: tightest}, "time" if lossless else "numbers")
 
 
 def _batch(config: Config, phase: str) -> Iterator[Remedy]:
     """The same effective batch, one image at a time."""
     size, accumulation = config.training.batch_size, config.training.gradient_accumulation_steps
-    if size > 1 and phase not in CACHING + PREVIEW:
-        yield Remedy(
-            {
-                ("training", "batch_size"): 1,
-                ("training", "gradient_accumulation_steps"): size * accumulation,
-            },
-            "time",
-        )
+    if size > 1 and phase not in CACHING | PREVIEW:
+        yield Remedy({BATCH_SIZE: 1, ACCUMULATION: size * accumulation}, "time")
 
 
-def _precision(config: Config, phase: str) -> Iterator[Remedy]:
-    if config.training.mixed_precision == "no":
-        yield Remedy({("training", "mixed_precision"): "auto"}, "numbers")
-
-
-def _checkpointing(config: Config, phase: str) -> Iterator[Remedy]:
-    if config.training.gradient_checkpointing != "yes" and phase not in CACHING + PREVIEW:
-        yield Remedy({("training", "gradient_checkpointing"): "yes"}, "time")
-
-
-def _embeddings(config: Config, phase: str) -> Iterator[Remedy]:
-    if config.memory.embedding_offload != "yes":
-        yield Remedy({("memory", "embedding_offload"): "yes"}, "time")
-
-
-def _streaming(config: Config, phase: str) -> Iterator[Remedy]:
-    if config.memory.block_streaming != 1.0 and phase not in CACHING:
-        yield Remedy({("memory", "block_streaming"): 1.0}, "time")
-
-
-def _offload(config: Config, phase: str) -> Iterator[Remedy]:
-    if config.memory.activation_offload != "yes" and phase not in CACHING + PREVIEW:
-        yield Remedy({("memory", "activation_offload"): "yes"}, "time")
-
-
-def _moments(config: Config, phase: str) -> Iterator[Remedy]:
-    if config.memory.optimizer_offload != "yes" and phase not in CACHING and moments_can_leave(config):
-        yield Remedy({OPTIMIZER_OFFLOAD: "yes"}, "time")
-
-
-def _tiling(config: Config, phase: str) -> Iterator[Remedy]:
-    if config.memory.vae_tiling != "yes" and phase in ("", *CACHING, *PREVIEW):
-        yield Remedy({("memory", "vae_tiling"): "yes"}, "time")
-
-
-def _encoders(config: Config, phase: str) -> Iterator[Remedy]:
-    if config.memory.text_streaming != "yes" and phase in CACHING:
-        yield Remedy({("memory", "text_streaming"): "yes"}, "time")
-
-
-def _text_cache(config: Config, phase: str) -> Iterator[Remedy]:
-    if config.data.cache_text_encoder == "no":
-        yield Remedy({("data", "cache_text_encoder"): "yes"}, "time")
-
-
-def _quantised_base(config: Config, phase: str) -> Iterator[Remedy]:
-    if config.memory.base_quantization != "nf4" and phase not in CACHING:
-        yield Remedy({("memory", "base_quantization"): "nf4"}, "numbers")
-
-
-def _optimizer(config: Config, phase: str) -> Iterator[Remedy]:
-    optimizer = OPTIMIZERS[config.training.optimizer]
-    small = optimizer.small or config.training.use_8bit_optimizer == "yes"
-    if not small and optimizer.eight_bit and phase not in CACHING:
-        yield Remedy({("training", "use_8bit_optimizer"): "yes"}, "numbers")
-
-
-def _rank(config: Config, phase: str) -> Iterator[Remedy]:
-    if config.model.lora_rank > 4 and phase not in CACHING + PREVIEW:
+def _less(config: Config, phase: str) -> Iterator[Remedy]:
+    """Of what is trained: a smaller rank, smaller images, shorter texts."""
+    if config.model.lora_rank > 4 and phase not in CACHING | PREVIEW:
         yield Remedy({("model", "lora_rank"): max(4, config.model.lora_rank // 2)}, "result")
-
-
-def _resolution(config: Config, phase: str) -> Iterator[Remedy]:
-    key: names.Key = ("samples", "resolution") if phase in PREVIEW else ("data", "resolution")
-    sides = config.samples.resolution if phase in PREVIEW else None
-    smaller = tuple(max(64, side * 3 // 4 // 64 * 64) for side in sides or config.data.resolution)
-    if smaller != (sides or config.data.resolution):
+    key: names.Key = ("samples", "resolution") if phase in PREVIEW else _RESOLUTION
+    sides = (config.samples.resolution if phase in PREVIEW else None) or config.data.resolution
+    smaller = tuple(max(64, side * 3 // 4 // 64 * 64) for side in sides)
+    if smaller != sides:
         yield Remedy({key: smaller}, "result")
-
-
-def _length(config: Config, phase: str) -> Iterator[Remedy]:
     if config.data.max_length > 64 and phase not in PREVIEW:
         yield Remedy({_LENGTH: max(64, config.data.max_length // 2)}, "result")
-
-
-_RULES: tuple[_Rule, ...] = (
-    _batch,
-    _checkpointing,
-    _embeddings,
-    _streaming,
-    _offload,
-    _moments,
-    _tiling,
-    _encoders,
-    _text_cache,
-    _precision,
-    _quantised_base,
-    _optimizer,
-    _rank,
-    _resolution,
-    _length,
-)

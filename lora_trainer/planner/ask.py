@@ -3,19 +3,23 @@
 Answers are kept in the user's cache. What depends on the moment, host RAM, is decided here, outside what is kept.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from ..config.loading import Loaded
 from ..config.names import Key
-from ..config.schema import MemoryConfig
+from ..config.schema import Config, MemoryConfig
+from ..errors import t
 from ..files.sources import Source
 from ..machine.allowance import user_cache
 from ..machine.ram import Ram, ram_budget
+from ..techniques.block_streaming import MASTER, BlockStreaming
+from ..techniques.quantize_8bit import Quantize8bit
 from .foresee import Foresight, Question, known_answer
 from .picker import Choice
 
-MAPPED_MASTER: Key = ("memory", "mapped_master")
-STREAMING: Key = ("memory", "block_streaming")
+MAPPED_MASTER, STREAMING = MASTER.key, BlockStreaming.key
 PRESET: Key = ("memory", "preset")
 
 
@@ -64,3 +68,14 @@ def with_mapped_master(found: Foresight, memory: MemoryConfig, ram: Ram) -> Fore
     if memory.mapped_master != "auto" or not streams or found.host <= ram_budget(memory, ram):
         return found
     return replace(found, values={**found.values, MAPPED_MASTER: "yes"})
+
+
+def not_quantized(config: Config, values: Mapping[Key, Any]) -> str | None:
+    """A notice where the base stays as its file packs it, whatever the config says."""
+    asked = config.memory.base_quantization
+    if asked in ("auto", "no") or values[Quantize8bit.key] != "no":
+        return None
+    return t(
+        pt=f"o modelo base já vem empacotado no arquivo e fica assim: quantizacao_base: {asked} não se aplica",
+        en=f"the base comes packed in its file and stays so: base_quantization: {asked} does not apply",
+    )

@@ -18,12 +18,13 @@ from ..engine.vae_tiling import decodes_tiled, tiles_change
 from ..errors import DoesNotFitError, t
 from ..seam.family import ImageFamily
 from .advice import phase_title
+from .ladder import LADDER, Step, tighter
 from .simulate import simulate_captions, simulate_decoding, simulate_images
 
-OPTIONS = ("text_streaming", "text_quantization", "vae_tiling")
+TEXTS = tuple(step for step in LADDER if "text_cache" in step.option.phases)
+IMAGES = tuple(step for step in LADDER if "latent_cache" in step.option.phases and step not in TEXTS)
+OPTIONS = tuple(step.key[1] for step in (*TEXTS, *IMAGES))
 """Of the section `memory`."""
-QUANTIZATIONS = ("no", "int8", "nf4")
-"""The mildest first."""
 
 OnOom = Callable[[str, str], None]
 """Hears of the phase in which memory ran out and of the rung that is taken now (`rung_title` says it to people)."""
@@ -90,9 +91,18 @@ class Encoding:
 
     def values(self) -> dict[Key, Any]:
         """As options: {("memory", "text_streaming"): "yes", …}, for the table of a plan."""
-        switches = {"text_streaming": self.text_streaming, "vae_tiling": self.vae_tiling}
-        shown_as = {name: "yes" if on else "no" for name, on in switches.items()}
-        return {("memory", name): value for name, value in {**shown_as, "text_quantization": self.text_quantization}.items()}
+        words = {True: "yes", False: "no"}
+        return {("memory", name): words.get(value, value) for name in OPTIONS for value in (getattr(self, name),)}
+
+    def tighter(self, steps: tuple[Step, ...], phase: str) -> "Encoding | None":
+        """The next rung of the ladder, as far as the user leaves it open."""
+        fixed: frozenset[Key] = frozenset(("memory", name) for name in self.fixed)
+        values = tighter(self.values(), fixed, phase, steps)
+        words: dict[Any, Any] = {"yes": True}
+        if values is None:
+            return None
+        changed = {key: value for key, value in values.items() if value != self.values()[key]}
+        return replace(self, **{key[1]: words.get(value, value) for key, value in changed.items()})
 
 
 # -- after an out-of-memory
@@ -103,17 +113,13 @@ def next_rung(encoding: Encoding, phase: str) -> Encoding | None:
     if phase == "text_cache":
         if encoding.text_on_cpu:
             return None
-        if not encoding.text_streaming and "text_streaming" not in encoding.fixed:
-            return replace(encoding, text_streaming=True)
-        return replace(encoding, text_streaming=False, text_on_cpu=True)
+        lower = encoding.tighter(tuple(step for step in TEXTS if step.lossless), phase)
+        return lower or replace(encoding, text_streaming=False, text_on_cpu=True)
     assert phase == "latent_cache", phase
     if encoding.images_on_cpu:
         return None
-    if "vae_tiling" in encoding.fixed:
-        return replace(encoding, images_on_cpu=True)
-    if not encoding.vae_tiling:
-        return replace(encoding, vae_tiling=True, mixed=True)
-    return replace(encoding, vae_tiling=False, mixed=True, images_on_cpu=True)
+    lower = encoding.tighter(IMAGES, phase) or replace(encoding, vae_tiling=False, images_on_cpu=True)
+    return replace(lower, mixed=True) if "vae_tiling" not in encoding.fixed else replace(encoding, images_on_cpu=True)
 
 
 def rung_name(encoding: Encoding, phase: str) -> str:
@@ -143,8 +149,9 @@ def exhausted(encoding: Encoding, phase: str, problem: str) -> DoesNotFitError:
     """Exit code 3: not even the CPU could do it. `problem` is what the allocator said."""
     ways = [t(pt="feche outros programas, para liberar RAM", en="close other programs, to free host RAM")]
     options = []
-    if phase == "text_cache" and encoding.text_quantization != "nf4":
-        options.append(("text_quantization", "nf4"))
+    tightest = next(step.values[-1] for step in TEXTS if not step.lossless)
+    if phase == "text_cache" and encoding.text_quantization != tightest:
+        options.append(("text_quantization", tightest))
     if phase == "latent_cache" and not encoding.vae_tiling:
         options.append(("vae_tiling", t(pt="sim", en="yes")))
     ways += [f"{shown('memory', name)}={word}" for name, word in options]
@@ -199,21 +206,17 @@ def plan_preview(
 
 def _text_rungs(start: Encoding) -> Iterator[Encoding]:
     """Streaming changes no number, so it comes first; the CPU is slowest, so it comes last."""
-    yield start
-    lower = start
-    if not lower.text_streaming and "text_streaming" not in lower.fixed:
-        lower = replace(lower, text_streaming=True)
+    lower: Encoding | None = start
+    while lower is not None:
         yield lower
-    if "text_quantization" not in lower.fixed:
-        for kind in QUANTIZATIONS[QUANTIZATIONS.index(lower.text_quantization) + 1 :]:
-            yield replace(lower, text_quantization=kind)
+        lower = lower.tighter(TEXTS, "text_cache")
     yield replace(start, text_streaming=False, text_on_cpu=True)
 
 
 def _image_rungs(start: Encoding, size: tuple[int, int]) -> Iterator[Encoding]:
     yield start
-    if not start.vae_tiling and "vae_tiling" not in start.fixed and tiles_change(size):
-        yield replace(start, vae_tiling=True)
+    if tiles_change(size) and (tiled := start.tighter(IMAGES, "latent_cache")):
+        yield tiled
     yield replace(start, images_on_cpu=True)
 
 

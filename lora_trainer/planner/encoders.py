@@ -11,8 +11,8 @@ from torch import nn
 
 from ..seam.family import BlockGroup, ImageFamily
 from ..seam.technique import ConvertTechnique
+from ..techniques import packing
 from ..techniques.block_streaming import BlockStreaming
-from .techniques import QUANTIZERS
 
 
 def load_encoders(
@@ -22,12 +22,11 @@ def load_encoders(
 
     On "meta" the streamed ones still want `stream_encoders`, once their tensors are fake.
     """
-    techniques = [technique() for technique in QUANTIZERS.get(quantization, ())]
+    techniques: list[ConvertTechnique] = [technique() for technique in packing(quantization)]
     techniques += [BlockStreaming()] if streaming else []
 
     def prepare(encoders: nn.ModuleDict) -> None:
         for technique in techniques:
-            assert isinstance(technique, ConvertTechnique)
             convert_encoders(encoders, technique)
 
     encoders = family.load_text_encoders(device, dtype, prepare if techniques else None)

@@ -5,17 +5,19 @@ the simulation says of their causes. An estimate chooses what to simulate, or fi
 plan rests on one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 from torch import nn
 
+from ..config.declared import techniques
+from ..engine.block_streaming import choose
 from ..engine.packed import packing_report
 from ..engine.streaming import frozen_bytes
 from ..engine.tracker import PhasePeak
+from ..engine.vocabulary import vocabulary_bytes
 from ..seam.family import BlockGroup
-from ..techniques.block_streaming import BlockStreaming, choose
-from ..techniques.embedding_offload import vocabulary_bytes
+from ..techniques.block_streaming import BlockStreaming
 
 
 class Blocks:
@@ -26,6 +28,8 @@ class Blocks:
         self.moved = cache(self._moved)
         self.packed = packing_report(groups)[0] > 0
         """Some layers keep their weight in few bits."""
+        self.idle = {one.key for one in techniques() if one.some_bases and not one.finds(model, groups)}
+        """Options that would change nothing for this base."""
         sizes = vocabulary_bytes(model, groups)
         self.vocabulary, self.head = sum(sizes), max(sizes, default=0)
         """Bytes that embedding offload takes off the card, and those that come back for the loss."""
@@ -50,3 +54,9 @@ def peak_at(peak: int, share: float, other: float, blocks: Blocks) -> int:
 def offload_saves(phases: dict[str, PhasePeak]) -> int:
     """About what keeping activations in host memory takes off the peak: half, since the two in use come back."""
     return max(phases[name].causes["activations"] for name in ("forward", "backward")) // 2
+
+
+def with_examples(phases: Mapping[str, PhasePeak], share: float) -> int:
+    """The peak at best, if a micro-batch held only this share of its examples."""
+    shrunk = 1 - share
+    return max(int(one.total - shrunk * (one.causes["activations"] + one.causes["temporary"])) for one in phases.values())

@@ -45,6 +45,8 @@ class Foresight:
     """Bytes. `values` are the options solved; `phases` are in the order of the run."""
 
     values: dict[Key, Any]
+    micro_batch: int
+    """Examples at once: fewer than the config says where nothing else fits, and as many more times."""
     phases: dict[str, PhasePeak]
     fits: bool
     lossless: bool

@@ -9,18 +9,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from ..config.declared import with_values
 from ..config.names import Key
 from ..engine.tracker import PhasePeak
 from ..journal.progress import write_json
+from ..techniques.block_streaming import MASTER
 from .foresee import Question
-from .options import with_values
 from .simulate import Prediction
 
 IRRELEVANT: dict[Key, Any] = {
     ("memory", "preset"): "none",
     ("memory", "vram"): None,
     ("memory", "ram"): None,
-    ("memory", "mapped_master"): "auto",
+    MASTER.key: "auto",
 }
 
 

@@ -5,7 +5,10 @@ or three simulations do: the resident base with recomputation first, which tells
 all, or a large vocabulary's layers in host memory, whose bytes cross once where a streamed block's cross twice, then as
 little streaming as will do, then activations and at last moments in host memory too, then what changes numbers within
 bounds: 8-bit moments, a quantised base. Streaming comes before offloading because a byte costs the same and its copies are
-known ahead. Resolution, length, rank and the batch are never touched.
+known ahead. Where nothing lossless does, smaller micro-batches are tried with as many more of them a step: the batch is the same.
+Resolution, length and rank are never touched.
+
+The order of what is named here is a strategy; what else techniques declare as rungs (ladder.py) is tried on top, one by one.
 
 A preset that was chosen by free memory leaves its memory options to the planner, but for the quantised base it may ask for:
 that is part of what is trained. One that the user named comes first as it is, and is only tightened, never loosened, where
@@ -13,48 +16,35 @@ it does not fit.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..choices.optimizers import OPTIMIZERS
+from ..config.declared import value_of, with_values
 from ..config.names import Key
 from ..config.schema import Config
 from ..machine.hardware import Precision
 from ..seam.family import Family
-from .estimate import Blocks, peak_at
-from .options import (
-    CHECKPOINTING,
-    EMBEDDINGS,
-    OFFLOAD,
-    OPTIMIZER_8BIT,
-    OPTIMIZER_OFFLOAD,
-    QUANTIZATION,
-    STREAMING,
-    moments_can_leave,
-    with_needs,
-    with_values,
-)
+from ..techniques.activation_offload import ActivationOffload
+from ..techniques.block_streaming import BlockStreaming
+from ..techniques.embedding_offload import EmbeddingOffload
+from ..techniques.gradient_checkpointing import GradientCheckpointing
+from ..techniques.quantize_8bit import Quantize8bit
+from .estimate import Blocks, peak_at, with_examples
+from .ladder import ACCUMULATION, BASE, BATCH_SIZE, LOSSY, OFF, lossless, splits, tighter, usable, with_needs
 from .simulate import Prediction, Shape, simulate_run, simulation_device
 from .techniques import make_plan
 
-NOTHING: dict[Key, Any] = {
-    CHECKPOINTING: "no", OPTIMIZER_8BIT: "no", STREAMING: "no", OFFLOAD: "no", OPTIMIZER_OFFLOAD: "no", QUANTIZATION: "no",
-}  # fmt: skip
-LOSSY: tuple[dict[Key, Any], ...] = (
-    {OPTIMIZER_8BIT: "yes"},
-    {OPTIMIZER_8BIT: "yes", QUANTIZATION: "int8"},
-    {OPTIMIZER_8BIT: "yes", QUANTIZATION: "nf4"},
-)
-"""What changes numbers within bounds, the mildest first."""
+CHECKPOINTING, STREAMING, OFFLOAD = GradientCheckpointing.key, BlockStreaming.key, ActivationOffload.key
+EMBEDDINGS, QUANTIZATION = EmbeddingOffload.key, Quantize8bit.key
+NAMED = (CHECKPOINTING, STREAMING, OFFLOAD, EMBEDDINGS)
+"""What the strategy knows by name."""
+STEPS = {step.key: step for step in BASE}
 STREAMING_STEP = 0.05
 """Shares of streamed blocks are tried in these steps."""
-SAVED_QUANTIZED = {"int8": 0.5, "fp8": 0.5, "nf4": 0.75}
-SAVED_8BIT = 0.75
-"""At most, of the bytes of 16-bit weights and of 32-bit moments."""
 ATTEMPTS = 3
 """At a share that estimates say will do."""
 
@@ -65,6 +55,7 @@ class Candidate:
 
     values: dict[Key, Any]
     prediction: Prediction
+    micro_batch: int
 
     def fits(self, available: int | None) -> bool:
         return available is None or self.peak <= available
@@ -76,7 +67,7 @@ class Candidate:
 
     @property
     def lossless(self) -> bool:
-        return self.values[OPTIMIZER_8BIT] != "yes" and self.values[QUANTIZATION] == "no"
+        return lossless(self.values)
 
     @property
     def share(self) -> float:
@@ -101,21 +92,56 @@ class Planner:
     recall: Callable[[Mapping[Key, Any], Callable[[], Prediction]], Prediction] = lambda _, simulate: simulate()
     """Where simulations are kept, if anywhere (memo.py)."""
     tried: list[Candidate] = field(default_factory=list)
+    """Of all sizes of micro-batches."""
     _stored: dict[str, Blocks] = field(default_factory=dict)
 
     def solve(self) -> Candidate:
         """The fastest candidate that fits; if none does, the one that needs least."""
-        for candidate in self._candidates():
-            if candidate.fits(self.available):
-                return candidate
-        return self._tightest()
+        for search in (Planner._lossless, Planner._lossy):
+            for size in self._micro_batches():
+                planner = self.at(size)
+                if planner is not self and not planner._may_fit():
+                    continue
+                for candidate in search(planner):
+                    if candidate.fits(self.available):
+                        return candidate
+        return min(self.tried, key=lambda candidate: candidate.peak)
+
+    def at(self, micro_batch: int) -> "Planner":
+        """The same run in other micro-batches, with as many more of them a step."""
+        if micro_batch == self.shape.batch_size:
+            return self
+        times = self.shape.accumulation * -(-self.shape.batch_size // micro_batch)
+        split = {BATCH_SIZE: micro_batch, ACCUMULATION: times}
+        return replace(
+            self,
+            shape=replace(self.shape, batch_size=micro_batch, accumulation=times),
+            recall=lambda values, simulate: self.recall({**values, **split}, simulate),
+        )
+
+    def _micro_batches(self) -> list[int]:
+        sizes = [self.shape.batch_size]
+        while sizes[-1] > 1 and self.available is not None and splits(self.config):
+            sizes.append(-(-sizes[-1] // 2))
+        return sizes
+
+    def _may_fit(self) -> bool:
+        """Whether these micro-batches could do at best: with all that examples take shrunk."""
+        size = self.shape.batch_size
+        least = min(with_examples(one.prediction.phases, min(1.0, size / one.micro_batch)) for one in self.tried)
+        return self.available is None or least <= self.available
+
+    @property
+    def own(self) -> list[Candidate]:
+        """Tried in these micro-batches."""
+        return [one for one in self.tried if one.micro_batch == self.shape.batch_size]
 
     def simulate(self, values: dict[Key, Any]) -> Candidate:
         """Once for each set of values."""
-        known = next((one for one in self.tried if one.values == values), None)
+        known = next((one for one in self.own if one.values == values), None)
         if known is None:
             prediction = self.recall(values, lambda: self.predict(values, self.shape))
-            self.tried.append(known := Candidate(values, prediction))
+            self.tried.append(known := Candidate(values, prediction, self.shape.batch_size))
         return known
 
     def predict(self, values: dict[Key, Any], shape: Shape) -> Prediction:
@@ -127,17 +153,19 @@ class Planner:
     @cached_property
     def blocks(self) -> Blocks:
         """What streaming can take off the card: of the base as the options fixed by the user store it."""
-        return self.blocks_stored(self._fixed(NOTHING)[QUANTIZATION])
+        return self.blocks_stored(self._fixed({QUANTIZATION: "no", CHECKPOINTING: "no"})[QUANTIZATION])
 
     @property
     def nothing(self) -> dict[Key, Any]:
-        """No option that saves memory is on; those that would change nothing for this base are not there."""
-        values = {**NOTHING, EMBEDDINGS: "no"} if self.blocks_stored("no").vocabulary else dict(NOTHING)
-        if not moments_can_leave(self.config):
-            del values[OPTIMIZER_OFFLOAD]
-        return values
+        """No option that saves memory is on; those that would change nothing for this run are not there."""
+        idle = self.blocks_stored("no").idle
+        return {step.key: "no" for step in usable(self.config) if step.key not in idle}
 
-    def _candidates(self) -> Iterator[Candidate]:
+    @property
+    def everything(self) -> dict[Key, Any]:
+        return {**self.nothing, CHECKPOINTING: "yes", STREAMING: 1.0, OFFLOAD: "yes"}
+
+    def _lossless(self) -> Iterator[Candidate]:
         """The first that fits is the answer. Lazily: what is simulated next depends on what was simulated before."""
         if self.preset_first or self.available is None:
             yield self.simulate(self._fixed(self.nothing))
@@ -151,8 +179,8 @@ class Planner:
         if lean.values[CHECKPOINTING] == "yes":
             yield from self._streamed(lean)
             yield from self._offloaded(lean)
-        yield from self._moments_away()
-        yield from self._lossy()
+        for key in self._more():
+            yield from self._with(key)
 
     def _without_vocabulary(self, known: Candidate) -> Iterator[Candidate]:
         """The same with embeddings and head in host memory, if that alone should do."""
@@ -184,13 +212,15 @@ class Planner:
             yield from self._loosened(full)
         yield full
 
-    def _moments_away(self) -> Iterator[Candidate]:
-        """The moments in host memory too, if that should do: copies that no computing hides."""
+    def _more(self) -> list[Key]:
+        """Rungs that change no number, beside those that the strategy names."""
+        return [step.key for step in BASE if step.lossless and step.key in self.nothing and step.key not in NAMED]
+
+    def _with(self, key: Key) -> Iterator[Candidate]:
+        """One more of them on top of all, if that should do."""
         tightest = self._tightest()
-        values = self._fixed({**tightest.values, OPTIMIZER_OFFLOAD: "yes"})
-        if OPTIMIZER_OFFLOAD not in self.nothing or values == tightest.values or self.available is None:
-            return
-        if _least_possible(tightest, values) > self.available:
+        values = self._fixed({**tightest.values, key: STEPS[key].values[-1]})
+        if values == tightest.values or self.available is None or _least_possible(tightest, values) > self.available:
             return
         candidate = self.simulate(values)
         if candidate.fits(self.available):
@@ -199,27 +229,36 @@ class Planner:
 
     def _lossy(self) -> Iterator[Candidate]:
         """On top of everything else; what cannot help enough even at best is left out."""
-        tightest = self._tightest()
-        for lossy in (extra | lossy for lossy in LOSSY for extra in self._with_and_without_moments()):
-            everything = {**self.nothing, CHECKPOINTING: "yes", STREAMING: 1.0, OFFLOAD: "yes"}
-            values = self._fixed({**self._away(everything), **lossy})
-            if not self._has_8bit():
-                values[OPTIMIZER_8BIT] = self._fixed(NOTHING)[OPTIMIZER_8BIT]
+        tightest = self._tightest() if self.own else self.simulate(self._fixed(self.everything))
+        for lossy in (extra | lossy for lossy in self._lossy_rungs() for extra in self._with_and_without()):
+            values = self._fixed({**self._away(self.everything), **lossy})
+            for step in LOSSY:
+                if not step.techniques[0].helps(self.config):
+                    values[step.key] = self._fixed(self.nothing)[step.key]
             if values[CHECKPOINTING] != "yes":
                 values = {**values, STREAMING: tightest.values[STREAMING], OFFLOAD: tightest.values[OFFLOAD]}
-            with_moments = next((one for one in self.tried if one.values == {**values, OPTIMIZER_OFFLOAD: "no"}), tightest)
-            if self.available is not None and _least_possible(with_moments, values) > self.available:
+            without = {**values, **dict.fromkeys(self._more(), "no")}
+            known = next((one for one in self.own if one.values == without), tightest)
+            if self.available is not None and _least_possible(known, values) > self.available:
                 continue
             candidate = self.simulate(values)
             if candidate.fits(self.available):
                 yield from self._loosened(candidate)
             yield candidate
 
-    def _with_and_without_moments(self) -> list[dict[Key, Any]]:
-        return [{}, {OPTIMIZER_OFFLOAD: "yes"}] if OPTIMIZER_OFFLOAD in self.nothing else [{}]
+    def _lossy_rungs(self) -> Iterator[dict[Key, Any]]:
+        """What changes numbers within bounds, the mildest first, each on top of those before."""
+        rung = tighter({step.key: "no" for step in LOSSY}, frozenset(), "train", LOSSY)
+        while rung is not None:
+            yield {key: value for key, value in rung.items() if value not in OFF}
+            rung = tighter(rung, frozenset(), "train", LOSSY)
+
+    def _with_and_without(self) -> list[dict[Key, Any]]:
+        more = {key: STEPS[key].values[-1] for key in self._more()}
+        return [{}, more] if more else [{}]
 
     def _tightest(self) -> Candidate:
-        return min(self.tried, key=lambda candidate: candidate.peak)
+        return min(self.own, key=lambda candidate: candidate.peak)
 
     def _loosened(self, candidate: Candidate) -> Iterator[Candidate]:
         """The same with fewer streamed blocks, if there is room."""
@@ -244,28 +283,23 @@ class Planner:
         return peak_at(known.peak, known.share, share, blocks) - gone
 
     def _preset_share(self) -> float:
-        value = _value(self.config, STREAMING)
+        value = value_of(self.config, STREAMING)
         return value if self.preset_first and isinstance(value, float) else 0.0
 
     def _fixed(self, values: dict[Key, Any]) -> dict[Key, Any]:
         """`values`, but what the config says already stands; of a preset that comes first, what is tighter."""
         fixed = {}
         for key, value in values.items():
-            own, free = _value(self.config, key), self.free(key)
+            own, free, tightness = value_of(self.config, key), self.free(key), STEPS[key].tightness
             a_preset_s = self.preset_first or key == QUANTIZATION
-            fixed[key] = own if not free or (a_preset_s and own != "auto" and _tighter(own, value)) else value
+            fixed[key] = own if not free or (a_preset_s and own != "auto" and tightness(own) > tightness(value)) else value
             if key == QUANTIZATION and fixed[key] != "no" and self.blocks_stored("no").packed:
-                fixed[key] = "no"  # packed in its file already, and left so (see options.not_quantized)
+                fixed[key] = "no"  # packed in its file already, and left so (see ask.not_quantized)
         return with_needs(fixed) if self.free(CHECKPOINTING) else fixed
 
     def free(self, key: Key) -> bool:
         """Whether the option is the planner's to change."""
-        return key not in self.written or bool(_value(self.config, key) == "auto")
-
-    def _has_8bit(self) -> bool:
-        training = self.config.training
-        smaller = OPTIMIZERS[training.optimizer].eight_bit not in ("", training.optimizer)
-        return smaller and self.config.memory.optimizer_in_backward != "yes"
+        return key not in self.written or bool(value_of(self.config, key) == "auto")
 
     def blocks_stored(self, quantization: str) -> Blocks:
         """The base's blocks as `quantization` stores them."""
@@ -288,23 +322,12 @@ def trains_text(config: Config) -> bool:
 
 
 def _least_possible(known: Candidate, values: dict[Key, Any]) -> int:
-    """Below this the lossy options cannot bring the peak, even if everything frozen were made of linear layers."""
+    """Below this, what is on in `values` and not in `known` cannot bring the peak: by cause, what techniques take at most."""
     causes = max(known.prediction.phases.values(), key=lambda phase: phase.total).causes
-    gone = causes["optimizer"] * SAVED_8BIT if values[OPTIMIZER_8BIT] == "yes" else 0.0
-    if values.get(OPTIMIZER_OFFLOAD) == "yes":
-        gone = causes["optimizer"]
-    if known.values[QUANTIZATION] == "no":
-        gone += causes["frozen"] * SAVED_QUANTIZED.get(values[QUANTIZATION], 0.0)
-    return known.peak - int(gone)
-
-
-def _tighter(one: Any, other: Any) -> bool:
-    """Of two values of an option: whether the first needs less memory."""
-    if isinstance(one, float):
-        return not isinstance(other, float) or one > other
-    order = ("no", "yes", "fp8", "int8", "nf4")
-    return not isinstance(other, float) and order.index(one) > order.index(other)
-
-
-def _value(config: Config, key: Key) -> Any:
-    return getattr(getattr(config, key[0]), key[1])
+    taken: dict[str, float] = {}
+    for step in BASE:
+        for technique in step.techniques:
+            if technique.on(values.get(step.key)) and known.values.get(step.key) in OFF:
+                for cause, share in technique.takes.items():
+                    taken[cause] = max(share, taken.get(cause, 0.0))
+    return known.peak - int(sum(causes[cause] * share for cause, share in taken.items()))

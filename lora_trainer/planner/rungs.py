@@ -4,40 +4,38 @@ nothing fits, what each remedy would bring.
 Where a rung was simulated its numbers are the simulation's; else they follow from it by estimate.py and are marked so.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ..config.names import Key
 from ..engine.tracker import PhasePeak
 from ..seam.family import ImageFamily
+from ..seam.technique import CACHING
 from . import ladder
-from .advice import CACHING
 from .estimate import offload_saves, peak_at
 from .foresee import Tried
-from .plan import (
-    CHECKPOINTING,
-    EMBEDDINGS,
-    OFFLOAD,
-    OPTIMIZER_8BIT,
-    OPTIMIZER_OFFLOAD,
-    QUANTIZATION,
-    SAVED_8BIT,
-    STREAMING,
-    Candidate,
-    Planner,
-)
+from .ladder import BASE
+from .plan import CHECKPOINTING, EMBEDDINGS, OFFLOAD, QUANTIZATION, STEPS, STREAMING, Candidate, Planner
 from .simulate import simulate_captions
 
 PASSES = 2
 """Over the blocks in a micro-batch under recomputation: one in each direction."""
+_TIGHTEST_FIRST = [step for step in reversed(BASE) if step.key not in (CHECKPOINTING, OFFLOAD, STREAMING)]
+COUNTS = (
+    CHECKPOINTING,
+    *(step.key for step in _TIGHTEST_FIRST if not step.lossless),
+    OFFLOAD,
+    *(step.key for step in _TIGHTEST_FIRST if step.lossless),
+)
+"""In what a simulation must be like a rung, to tell of it: the hardest to estimate first."""
 
 
 class Rungs:
     """`best`: the planner's answer, or what came closest."""
 
     def __init__(self, planner: Planner, best: Candidate) -> None:
-        self.planner, self.best = planner, best
+        self.planner, self.best = planner.at(best.micro_batch), best
 
     def below(self) -> Iterator[Tried]:
         """The rungs of ladder.py from here down."""
@@ -51,12 +49,11 @@ class Rungs:
     def without(self) -> dict[Key, int]:
         """The peak without each technique that is on, where it is known."""
         found = {}
-        for key in (CHECKPOINTING, EMBEDDINGS, STREAMING, OFFLOAD, OPTIMIZER_OFFLOAD):
+        for key in (step.key for step in sorted(BASE, key=lambda step: step.option.place) if step.lossless):
             if self.best.values.get(key, "no") == "no":
                 continue
-            values = {**self.best.values, key: "no"}
-            if key == CHECKPOINTING:
-                values |= {STREAMING: "no", OFFLOAD: "no"}  # which need it
+            needing = {step.key: "no" for step in BASE if key in step.needed}
+            values = {**self.best.values, **needing, key: "no"}
             if (tried := self._tried(values, self.planner.shape.batch_size)) is not None:
                 found[key] = tried.peak
         return found
@@ -92,12 +89,12 @@ class Rungs:
             found["data", "max_length"] = of_size // 2
         if values.get(EMBEDDINGS) == "no":
             found[EMBEDDINGS] = self.planner.blocks.vocabulary
-        if values.get(OPTIMIZER_OFFLOAD) == "no":
-            found[OPTIMIZER_OFFLOAD] = causes["optimizer"]
-        if values[OPTIMIZER_8BIT] != "yes":
-            found[OPTIMIZER_8BIT] = int(causes["optimizer"] * SAVED_8BIT)
+        for step in BASE:
+            takes = {} if step.key == QUANTIZATION or values.get(step.key) != "no" else step.chosen[-1].takes
+            for cause, share in takes.items():
+                found[step.key] = int(causes[cause] * share)
         if values[QUANTIZATION] == "no" and not self.planner.blocks.packed:
-            packed = self.planner.blocks_stored("nf4")
+            packed = self.planner.blocks_stored(STEPS[QUANTIZATION].values[-1])
             smaller = self.planner.blocks.moved(1.0)[0] - packed.moved(1.0)[0]
             found[QUANTIZATION] = int(smaller * (1 - self.best.share))
         return found
@@ -114,7 +111,7 @@ class Rungs:
     def _tried(self, values: dict[Key, Any], micro_batch: int) -> Tried | None:
         """A rung's numbers: simulated ones if there are any, else those of the nearest simulation moved."""
         shape = self.planner.shape
-        for one in self.planner.tried:
+        for one in self.planner.own:
             if one.values == values and micro_batch == shape.batch_size:
                 return Tried(values, one.peak, one.prediction.flops, one.prediction.transferred, micro_batch)
         near = self._nearest(values)
@@ -132,25 +129,24 @@ class Rungs:
             peak, copied = peak - sign * blocks.vocabulary, copied + sign * PASSES * blocks.head * windows * splits
         if values[OFFLOAD] != near.values[OFFLOAD]:
             sign = 1 if values[OFFLOAD] == "yes" else -1
-            alike = [one for one in self.planner.tried if one.values[CHECKPOINTING] == near.values[CHECKPOINTING]]
+            alike = [one for one in self.planner.own if one.values[CHECKPOINTING] == near.values[CHECKPOINTING]]
             saved = max(offload_saves(one.prediction.phases) for one in alike)
             peak, copied = peak - sign * saved, copied + sign * 2 * PASSES * saved * windows
-        if values.get(OPTIMIZER_OFFLOAD) != near.values.get(OPTIMIZER_OFFLOAD):
-            sign, moments = (1 if values[OPTIMIZER_OFFLOAD] == "yes" else -1), self._moments()
-            peak, copied = peak - sign * moments, copied + sign * 2 * moments
+        for step in BASE:
+            if step.lossless and values.get(step.key) != near.values.get(step.key):
+                sign, taken = (1 if values[step.key] == "yes" else -1), self._taken(step.chosen[-1].takes)
+                peak, copied = peak - sign * taken, copied + sign * 2 * taken
         peak -= _of_batch(phases) * (shape.batch_size - micro_batch) // shape.batch_size
         return Tried(values, peak, near.prediction.flops, max(0, copied), micro_batch, simulated=False)
 
-    def _moments(self) -> int:
-        return max(phase.causes["optimizer"] for one in self.planner.tried for phase in one.prediction.phases.values())
+    def _taken(self, takes: Mapping[str, float]) -> int:
+        """Bytes that a technique takes off the card, by what it declares."""
+        peaks = [phase for one in self.planner.own for phase in one.prediction.phases.values()]
+        return sum(int(share * max(phase.causes[cause] for phase in peaks)) for cause, share in takes.items())
 
     def _nearest(self, values: dict[Key, Any]) -> Candidate:
-        """Equal in as much as estimates cannot bridge."""
-        weights = {CHECKPOINTING: 32, QUANTIZATION: 16, OPTIMIZER_8BIT: 8, OFFLOAD: 4, OPTIMIZER_OFFLOAD: 2, EMBEDDINGS: 1}
-        return max(
-            self.planner.tried,
-            key=lambda one: sum(w for key, w in weights.items() if one.values.get(key) == values.get(key)),
-        )
+        """Equal first of all in what estimates cannot bridge."""
+        return max(self.planner.own, key=lambda one: [one.values.get(key) == values.get(key) for key in COUNTS])
 
 
 def _of_batch(phases: dict[str, PhasePeak]) -> int:

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from .. import adapters, loop
 from ..adapters import training_lora
 from ..config.schema import Config
+from ..engine.block_streaming import ring_buffers
 from ..engine.fake import QuickFakeMode
 from ..engine.tracker import MemoryTracker, PhasePeak, host_memory, mark_resident
 from ..engine.vae_tiling import decodes_tiled, tiled
 from ..optim import optimizers
+from ..optim.offloaded import Offloaded
 from ..seam.family import Batch, Family, Framing, ImageFamily, Sampling
 from ..techniques import MemoryPlan
-from ..techniques.block_streaming import ring_buffers
-from ..techniques.optimizer_offload import Offloaded
 from .encoders import load_encoders, stream_encoders
 
 TRAINING_PHASES = ("forward", "backward", "optimizer")

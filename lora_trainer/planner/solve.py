@@ -1,12 +1,12 @@
 """From a question to its answer: the family opened without weights, the options solved, every phase simulated."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from ..engine.tracker import CAUSES, PhasePeak
+from ..engine.tracker import PhasePeak
 from ..families import resolve
 from ..machine.hardware import NAMES, Precision
 from ..seam.family import Family, ImageFamily
@@ -62,12 +62,13 @@ def answer(question: Question, folder: Path | None = None) -> Foresight:
     rungs = Rungs(planner, best)
     return Foresight(
         values=best.values,
+        micro_batch=best.micro_batch,
         phases=phases,
         fits=fits,
         lossless=best.lossless,
         flops=best.prediction.flops,
         transferred=best.prediction.transferred,
-        tried=tuple(_tried(one, question.batch_size) for one in planner.tried),
+        tried=tuple(_tried(one) for one in planner.tried),
         below=() if question.available is None else tuple(rungs.below()),
         without=rungs.without(),
         saves=rungs.saves(simulate=not fits),
@@ -81,27 +82,18 @@ def answer(question: Question, folder: Path | None = None) -> Foresight:
 def _caching(
     question: Question, family: Family, dtype: torch.dtype, size: tuple[int, int]
 ) -> tuple[Encoding, dict[str, PhasePeak]]:
-    """What fits nowhere on the card is encoded on the CPU, which is slow but right. Texts need no encoding."""
+    """Texts need no encoding."""
     if not isinstance(family, ImageFamily):
         return Encoding.of(question.config.memory, question.written), {}
-    encoding, phases, fits = plan_caching(
+    encoding, phases, _ = plan_caching(
         family, question.config, dtype, size, question.available, question.written
     )
-    if not fits and question.available is not None:
-        too_large = {name for name, peak in phases.items() if peak.total > question.available}
-        encoding = replace(
-            encoding,
-            text_on_cpu="text_cache" in too_large,
-            text_streaming=encoding.text_streaming and "text_cache" not in too_large,
-            images_on_cpu="latent_cache" in too_large,
-        )
-        phases |= {name: PhasePeak(0, dict.fromkeys(CAUSES, 0), phases[name].total) for name in too_large}
     return encoding, phases
 
 
-def _tried(candidate: Candidate, micro_batch: int) -> Tried:
+def _tried(candidate: Candidate) -> Tried:
     cost = candidate.prediction
-    return Tried(candidate.values, candidate.peak, cost.flops, cost.transferred, micro_batch)
+    return Tried(candidate.values, candidate.peak, cost.flops, cost.transferred, candidate.micro_batch)
 
 
 def _cache_bytes(family: Family, size: tuple[int, int]) -> tuple[int, int]:

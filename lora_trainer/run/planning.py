@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..config import names
+from ..config.declared import with_values
 from ..config.loading import Loaded
 from ..errors import DoesNotFitError, language, t
 from ..files.sources import Source
@@ -16,16 +17,14 @@ from ..journal.progress import Metrics, Terminal
 from ..journal.run_folder import RunFolder
 from ..machine.hardware import Precision
 from ..planner.advice import does_not_fit, explain, phase_title
-from ..planner.ask import ask
+from ..planner.ask import ask, not_quantized
 from ..planner.caching import Encoding
 from ..planner.foresee import Foresight, named
-from ..planner.ladder import Rung
-from ..planner.options import not_quantized, with_needs, with_values
+from ..planner.ladder import BATCH_SIZE, Rung, plain_values, with_needs
 from ..planner.picker import Choice
-from ..runtime.kept import fixed_on_resume, plain_values, read_plan, write_plan
+from ..runtime.kept import fixed_on_resume, read_plan, write_plan
 from ..units import gib
 
-BATCH_SIZE: names.Key = ("training", "batch_size")
 TRAINING_PHASES = ("load", "forward", "backward", "optimizer")
 
 
@@ -92,7 +91,8 @@ class Planning:
             self.terminal.warn(notice)
         if not found.fits:
             raise self._refused(found)
-        self.rung = Rung(found.values, config.training.batch_size)
+        split = found.micro_batch < worst[0]
+        self.rung = Rung(found.values, found.micro_batch if split else config.training.batch_size)
         peak, available = gib(found.peak), gib(self.choice.available or 0)
         self.terminal.say(
             t(
@@ -142,7 +142,7 @@ class Planning:
 
     def _refused(self, found: Foresight) -> DoesNotFitError:
         causes = found.phases[found.worst_phase].causes
-        solved = with_values(self.loaded.config, found.values)
+        solved = with_values(self.loaded.config, {**found.values, BATCH_SIZE: found.micro_batch})
         lines = explain(found.worst_phase, causes, solved, self._on(found.values), found.saves)
         return does_not_fit(found.peak, self.choice.available or 0, found.worst_phase, lines)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from .. import adapters
 from ..adapters import training_lora
+from ..config.declared import with_values
 from ..config.schema import Config
 from ..engine.tracker import hold, host_memory
 from ..journal.checkpoint import State, on_cpu
@@ -19,7 +20,6 @@ from ..loop import Trainee
 from ..machine import hardware
 from ..optim import optimizers, resume
 from ..planner.ladder import Rung
-from ..planner.plan import with_values
 from ..planner.techniques import make_plan
 from ..runtime.recover import free_memory
 from ..seam.family import Family

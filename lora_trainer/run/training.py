@@ -23,7 +23,7 @@ from ..loop import StepReport, StepsInBackward, gradients, to_device
 from ..loop import train as training_loop
 from ..modality import Batches, Draw, Loader, Outputs, Previews
 from ..optim import averages, schedules
-from ..planner.ladder import MICRO_BATCH, Rung, next_rung
+from ..planner.ladder import MICRO_BATCH, Rung, next_rung, splits
 from ..runtime.measured import Measured
 from ..runtime.recover import Shortage, attempt
 from ..seam.family import Batch
@@ -66,7 +66,7 @@ class Training:
         self.batches, self.loader, self.previews, self.total = batches, loader, previews, total
         self.terminal, self.metrics = session.terminal, session.metrics
         self.fixed: frozenset[Key] = session.loaded.settled
-        if self.config.memory.optimizer_in_backward == "yes":
+        if not splits(self.config):
             self.fixed |= {MICRO_BATCH}
         self.measured = Measured(session.planning.choice, session.planning.training_peak)
         self.tries, self.last_state = Counter[tuple[str, int]](), time.monotonic()

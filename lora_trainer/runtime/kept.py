@@ -10,19 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config.names import Key
-from ..config.schema import Config
 from ..journal.progress import write_json
 from ..planner.foresee import Foresight, keys, named
-from ..planner.ladder import Rung
-from ..planner.options import (
-    CHECKPOINTING,
-    EMBEDDINGS,
-    OPTIMIZER_8BIT,
-    OPTIMIZER_OFFLOAD,
-    QUANTIZATION,
-    SOLVED,
-    moments_can_leave,
-)
+from ..planner.ladder import LOSSY, Rung
 from ..units import GIB
 
 FORESEEN = ("fits", "peak_gib", "phases", "saves")
@@ -36,20 +26,6 @@ class Kept:
     encoding: dict[str, Any]
     foreseen: dict[str, Any]
     """Phases, peak and savings, as they stand in the file."""
-
-
-def plain_values(config: Config) -> dict[Key, Any]:
-    """The solved options as they hold where no plan has spoken: recomputation, and nothing else unless asked for.
-
-    Whether the base has embeddings to put away is not known here, so that option is left out, unless the user set it.
-    """
-    values = {key: getattr(getattr(config, key[0]), key[1]) for key in SOLVED}
-    if values[EMBEDDINGS] == "auto":
-        del values[EMBEDDINGS]
-    if not moments_can_leave(config):
-        del values[OPTIMIZER_OFFLOAD]
-    values = {key: "no" if value == "auto" else value for key, value in values.items()}
-    return {**values, CHECKPOINTING: "no" if config.training.gradient_checkpointing == "no" else "yes"}
 
 
 def write_plan(path: Path, rung: Rung, found: Foresight | None, facts: Mapping[str, Any]) -> None:
@@ -85,8 +61,8 @@ def read_plan(path: Path) -> Kept | None:
 
 
 def fixed_on_resume() -> frozenset[Key]:
-    """What a resumed run keeps even if it must be planned anew: its optimizer's state, and the base it was trained on."""
-    return frozenset((OPTIMIZER_8BIT, QUANTIZATION))
+    """What a resumed run keeps even if it must be planned anew, since numbers depend on it: the base, the optimizer's state."""
+    return frozenset(step.key for step in LOSSY)
 
 
 def _gib(count: int) -> float:

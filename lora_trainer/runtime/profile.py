@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..engine.block_streaming import ring_buffers, streaming_report
 from ..engine.tracker import CAUSES, MemoryTracker, PhasePeak, mark_resident
 from ..errors import t
 from ..journal.progress import Terminal
 from ..loop import Trainee
 from ..planner.advice import cause_title, phase_title
 from ..planner.simulate import state_tensors
-from ..techniques.block_streaming import ring_buffers, streaming_report
 
 WARM_UP, TIMED = 2, 2
 """Steps: compilation, first allocations and the optimizer's state come in the first ones."""

@@ -8,24 +8,47 @@ streamed block are told their `home` before weights are read, so the card never 
 Left out: a staging buffer for memory that could not be page-locked, and convolutions or linears streamed one by one.
 """
 
-import functools
-from collections.abc import Iterable, Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+from ..config.declared import Both, Declared
+from ..config.fields import Share
+from ..seam.technique import CACHING, RESIDENT, Asked, Blocks, ConvertTechnique, Module, WrapTechnique
 
-from ..engine.host import CPU, compute_device, host_buffer, is_fake, mapped_buffer
-from ..engine.streaming import Master, Ring, Streamed, frozen_bytes, frozen_tensors
-from ..seam.family import BlockGroup
-from ..seam.technique import ConvertTechnique, WrapTechnique
+MASTER = Declared(
+    ("memory", "mapped_master"), "mestre_em_disco", place=120, docs=(
+        "Com pouca RAM, a cópia de onde os blocos vêm é um arquivo mapeado em disco.",
+        "With little RAM, the copy that blocks are streamed from is a file mapped from disk."))
 
 
 @dataclass(frozen=True)
 class BlockStreaming(ConvertTechnique, WrapTechnique):
-    needs: ClassVar[tuple[str, ...]] = ("gradient_checkpointing",)
+    title: ClassVar[Both] = ("streaming de blocos", "block streaming")
+    when: ClassVar[Both] = (
+        "o modelo base não cabe; fica na RAM e vem bloco por bloco",
+        "the base does not fit; it lives in RAM and comes in block by block")
+    options: ClassVar[tuple[Declared, ...]] = (
+        Declared(
+            ("memory", "block_streaming"), "streaming_blocos", place=30, phases=RESIDENT, kind=Share, steps=(0.25, 0.5, 0.75, 1.0),
+            elsewhere="blocks_to_swap block_swap layer_offload_fraction", docs=(
+                "Parte dos blocos do modelo base que fica na RAM e vem à placa quando é usada: nao ou de 0 a 1.",
+                "Share of the base's blocks kept in RAM and brought to the card when used: no, or 0 to 1.")),
+        Declared(
+            ("memory", "text_streaming"), "streaming_texto", place=70, phases=CACHING, docs=(
+                "Os codificadores de texto vêm à placa camada por camada.",
+                "Text encoders come to the card layer by layer.")),
+        MASTER,
+    )
+    value: ClassVar[float] = 1.0
+    needs: ClassVar[Mapping[str, Both]] = {
+        "gradient_checkpointing": (
+            "os pesos trazidos ficariam na placa até o passo de volta",
+            "the weights brought in would stay until the backward pass")}
+    mildness: ClassVar[int] = 40
     order: ClassVar[int] = 15
     """After the quantisers, whose layers it marks; before checkpointing, inside which it must be."""
 
@@ -37,111 +60,30 @@ class BlockStreaming(ConvertTechnique, WrapTechnique):
     """The host master in a temporary file of `folder`, for machines short of RAM."""
     folder: str = "."
 
-    def convert(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
-        for block in choose(_blocks(groups), self.fraction):
-            for layer in block.modules():
-                if any(tensor is not None for tensor in (*layer._parameters.values(), *layer._buffers.values())):
-                    layer.home = CPU  # type: ignore[assignment]
-                    if self.mapped:
-                        layer.stow = functools.partial(_stow, layer, Path(self.folder))  # type: ignore[assignment]
+    @classmethod
+    def on(cls, value: Any) -> bool:
+        return isinstance(value, float)
 
-    def wrap(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
-        blocks = _blocks(groups)
-        chosen = [block for block in blocks if _has_home(block)] or choose(blocks, self.fraction)
-        if not chosen:
-            return
-        device = compute_device(model, chosen)
-        masters = [self._master(block, device) for block in chosen]
-        ring = Ring(masters, device, self.slots)
-        for index, block in enumerate(chosen):
-            assert not hasattr(block.forward, "forward"), "streaming must come before whatever else wraps a block"
-            block.forward = Streamed(block.forward, ring, index)
+    @classmethod
+    def of(cls, asked: Asked) -> BlockStreaming | None:
+        memory = asked.config.memory
+        if not cls.is_on(asked.config):
+            return None
+        return cls(memory.block_streaming, mapped=memory.mapped_master == "yes", folder=asked.folder)
 
-    def _master(self, block: nn.Module, device: torch.device) -> Master:
-        for layer in block.modules():
-            vars(layer).pop("stow", None)
-        kept = (getattr(module, name) for module in block.modules() for name in getattr(module, "stays", ()))
-        for tensor in (*(parameter for parameter in block.parameters() if parameter.requires_grad), *kept):
-            if tensor.device != device:  # peft puts adapters where the base is
-                tensor.data = tensor.data.to(device)
-        return Master(block, functools.partial(self._buffer, device))
+    def convert(self, model: Module, groups: Blocks) -> None:
+        from ..engine.block_streaming import send_home
 
-    def _buffer(self, device: torch.device, nbytes: int, like: Tensor) -> Tensor:
-        if self.mapped:
-            return mapped_buffer(nbytes, like, Path(self.folder))
-        return host_buffer(nbytes, like, locked=device.type == "cuda" and not is_fake(like))
+        send_home(groups, self.fraction, self._folder)
 
+    def wrap(self, model: Module, groups: Blocks) -> None:
+        from ..engine.block_streaming import stream
 
-def choose(blocks: Sequence[nn.Module], fraction: float) -> list[nn.Module]:
-    """Blocks holding about `fraction` of the bytes, evenly spaced: each is taken if that brings the share closer."""
-    chosen, streamed, passed = [], 0, 0
-    for block in blocks:
-        size = frozen_bytes(block)
-        passed += size
-        if size and streamed + size / 2 <= fraction * passed:
-            chosen.append(block)
-            streamed += size
-    return chosen
+        stream(model, groups, self.fraction, self.slots, self._folder)
 
-
-def streamable_bytes(groups: Iterable[BlockGroup]) -> int:
-    """What `fraction` is a fraction of."""
-    return sum(frozen_bytes(block) for block in _blocks(groups))
-
-
-@dataclass(frozen=True)
-class StreamingReport:
-    """Bytes in host memory and in the ring; copies so far, and how many of them their block had to wait for."""
-
-    blocks: int
-    host_bytes: int
-    ring_bytes: int
-    loads: int
-    late: int
-
-
-def streaming_report(model: nn.Module) -> StreamingReport | None:
-    """None where nothing streams."""
-    ring = _ring(model)
-    if ring is None:
-        return None
-    host = sum(master.nbytes for master in ring.masters)
-    return StreamingReport(len(ring.masters), host, sum(b.nbytes for b in ring.buffers), ring.loads, ring.late)
-
-
-def ring_buffers(model: nn.Module) -> list[Tensor]:
-    """The device buffers that frozen weights pass through."""
-    ring = _ring(model)
-    return ring.buffers if ring is not None else []
-
-
-def _ring(model: nn.Module) -> Ring | None:
-    for module in model.modules():
-        forward = module.forward
-        while hasattr(forward, "forward"):
-            if isinstance(forward, Streamed):
-                return forward.ring
-            forward = forward.forward
-    return None
-
-
-def _blocks(groups: Iterable[BlockGroup]) -> list[nn.Module]:
-    return [block for group in groups for block in group.blocks]
-
-
-def _has_home(block: nn.Module) -> bool:
-    return any(hasattr(layer, "home") for layer in block.modules())
-
-
-@torch.no_grad()
-def _stow(layer: nn.Module, folder: Path) -> None:
-    """Move a layer's weights, just read, into files: RAM never holds the whole base."""
-    for owner, name, tensor in list(frozen_tensors(layer)):
-        if tensor.is_meta or is_fake(tensor):
-            continue
-        buffer = mapped_buffer(tensor.nbytes, tensor, folder)
-        view = buffer.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        owner[name] = nn.Parameter(view, requires_grad=False) if isinstance(tensor, nn.Parameter) else view
+    @property
+    def _folder(self) -> Path | None:
+        return Path(self.folder) if self.mapped else None
 
 
 TECHNIQUE = BlockStreaming

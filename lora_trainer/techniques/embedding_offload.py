@@ -1,109 +1,46 @@
 """Keep embeddings and head in host memory, where a large vocabulary weighs most: 2 GiB of an 8 B model.
 
-A token looks its row up in host memory and only the row crosses over. The head is needed for the loss alone, whose code
-(families/causal_lm/loss.py) brings it in some thousand rows at a time. What is moved is every embedding outside the blocks, and
-the linear layer as high as the vocabulary. Frozen weights only; adapters stay on the card.
-
-Left out: a head that carries an adapter still comes in whole at each use.
+A token looks its row up in host memory and only the row crosses over; the head comes in some thousand rows at a time
+(engine/vocabulary.py). What is moved is every embedding outside the blocks, and the linear layer as high as the vocabulary.
+Frozen weights only; adapters stay on the card. Left out: a head that carries an adapter still comes in whole at each use.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-from ..engine.host import CPU, host_buffer, is_fake
-from ..engine.tracker import count_transfer, host_memory
-from ..seam.family import BlockGroup
-from ..seam.technique import ConvertTechnique, WrapTechnique
-
-
-class AtHome:
-    """Stands in for an embedding's `forward`: runs where its weight is, and sends the result."""
-
-    def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
-        self.forward = forward
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        with host_memory():
-            rows = self.forward(ids.to(CPU))
-        count_transfer(rows.nbytes)
-        return rows.to(ids.device, copy=True)
-
-
-class BroughtIn:
-    """Stands in for a linear layer's `forward`: its weight comes to the input, whole."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        self.layer = layer
-
-    def __call__(self, x: Tensor) -> Tensor:
-        weight, bias = self.layer.weight, self.layer.bias
-        count_transfer(weight.nbytes)
-        return F.linear(x, weight.to(x.device, copy=True), None if bias is None else bias.to(x.device))
+from ..config.declared import Both, Declared
+from ..seam.technique import RESIDENT, Blocks, ConvertTechnique, Module, WrapTechnique
 
 
 @dataclass(frozen=True)
 class EmbeddingOffload(ConvertTechnique, WrapTechnique):
+    title: ClassVar[Both] = ("descarga de embeddings", "embedding offload")
+    when: ClassVar[Both] = ("vocabulários grandes, de modelos de linguagem", "large vocabularies, of language models")
+    options: ClassVar[tuple[Declared, ...]] = (Declared(
+        ("memory", "embedding_offload"), "descarga_embeddings", place=20, phases=RESIDENT, docs=(
+            "Guarda na RAM os embeddings e a cabeça de um modelo de linguagem; só as linhas em uso vêm à placa.",
+            "Keep a language model's embeddings and head in RAM; only the rows in use come to the card.")),)
+    mildness: ClassVar[int] = 20
     order: ClassVar[int] = 14
+    some_bases: ClassVar[bool] = True
 
-    def convert(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
-        for layer in _vocabulary_layers(model, groups):
-            if list(_own(layer)):  # a tied head follows its embeddings
-                layer.home = CPU  # type: ignore[assignment]
+    @classmethod
+    def finds(cls, model: Module, groups: Blocks) -> bool:
+        from ..engine.vocabulary import vocabulary_bytes
 
-    def wrap(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
-        away = {layer for layer in _vocabulary_layers(model, groups) if hasattr(layer, "home")}
-        card = _card(model)
-        for layer in model.modules():
-            if getattr(layer, "base_layer", None) in away:  # peft puts adapters where the base is
-                for parameter in layer.parameters():
-                    parameter.data = parameter.data.to(card) if parameter.requires_grad else parameter.data
-        for layer in away:
-            _lock(layer, card)
-            stand_in = BroughtIn(layer) if isinstance(layer, nn.Linear) else AtHome(layer.forward)
-            layer.forward = stand_in
+        return bool(vocabulary_bytes(model, groups))
 
+    def convert(self, model: Module, groups: Blocks) -> None:
+        from ..engine import vocabulary
 
-def vocabulary_bytes(model: nn.Module, groups: Sequence[BlockGroup]) -> list[int]:
-    """What would leave the card, layer by layer."""
-    sizes = (sum(tensor.nbytes for _, _, tensor in _own(layer)) for layer in _vocabulary_layers(model, groups))
-    return [size for size in sizes if size]
+        vocabulary.send_home(model, groups)
 
+    def wrap(self, model: Module, groups: Blocks) -> None:
+        from ..engine import vocabulary
 
-def _vocabulary_layers(model: nn.Module, groups: Sequence[BlockGroup]) -> Iterator[nn.Module]:
-    """Embeddings, and linear layers with an output for each of their rows; peft's own layers are not among them."""
-    inside = {id(layer) for group in groups for block in group.blocks for layer in block.modules()}
-    outside = [layer for layer in model.modules() if id(layer) not in inside]
-    rows = {layer.num_embeddings for layer in outside if isinstance(layer, nn.Embedding)}
-    for layer in outside:
-        if isinstance(layer, nn.Embedding) or (isinstance(layer, nn.Linear) and layer.out_features in rows):
-            yield layer
-
-
-def _card(model: nn.Module) -> torch.device:
-    resident = (layer for layer in model.modules() if not hasattr(layer, "home"))
-    return next(p.device for layer in resident for p in layer._parameters.values() if p is not None)
-
-
-def _own(layer: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Where each tensor of a layer is kept: its weight, or what it is packed in."""
-    owner: Any
-    for owner in (layer._parameters, layer._buffers):
-        yield from ((owner, name, tensor) for name, tensor in list(owner.items()) if tensor is not None)
-
-
-@torch.no_grad()
-def _lock(layer: nn.Module, card: torch.device) -> None:
-    """Pages that do not move, so that copies run beside computation."""
-    for owner, name, tensor in _own(layer):
-        if card.type != "cuda" or is_fake(tensor):
-            continue
-        view = host_buffer(tensor.nbytes, tensor, locked=True).view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        owner[name] = nn.Parameter(view, requires_grad=False) if isinstance(tensor, nn.Parameter) else view
+        vocabulary.work_from_home(model, groups)
 
 
 TECHNIQUE = EmbeddingOffload

@@ -1,21 +1,20 @@
 """Compute in 16 bits while the trained weights stay in float32.
 
 Autocast casts the small float32 matrices of the adapter, not the activations: peft would cast each input up to float32
-and keep that copy for the backward pass. fp16 needs a loss scale on top; bf16 has float32's range.
+and keep that copy for the backward pass. fp16 needs a loss scale on top; bf16 has float32's range. `training.mixed_precision`
+asks for it, and the card has a word in it (machine/hardware.py): it is no option of this file.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
-from torch import nn
+from ..seam.technique import Asked, Blocks, ContextTechnique, Module, ScalerTechnique, WrapTechnique
 
-from ..seam.family import BlockGroup
-from ..seam.technique import ContextTechnique, ScalerTechnique, WrapTechnique
-
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,12 @@ class MixedPrecision(WrapTechnique, ContextTechnique, ScalerTechnique):
     device: str = "cuda"
     """Device type, "cuda" or "cpu"."""
 
-    def wrap(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
+    @classmethod
+    def of(cls, asked: Asked) -> MixedPrecision | None:
+        halves: dict[str, Literal["fp16", "bf16"]] = {"fp16": "fp16", "bf16": "bf16"}
+        return cls(halves[asked.compute], asked.device) if asked.compute in halves else None
+
+    def wrap(self, model: Module, groups: Blocks) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         for module in model.modules():
@@ -35,14 +39,20 @@ class MixedPrecision(WrapTechnique, ContextTechnique, ScalerTechnique):
                 module.register_forward_pre_hook(_keep_input_dtype)
 
     def context(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.device, dtype=DTYPES[self.dtype])
+        import torch
+
+        return torch.autocast(self.device, dtype={"fp16": torch.float16, "bf16": torch.bfloat16}[self.dtype])
 
     def scaler(self) -> torch.amp.GradScaler:
+        import torch
+
         return torch.amp.GradScaler(self.device, enabled=self.dtype == "fp16")
 
 
 def _keep_input_dtype(layer: Any, args: tuple[Any, ...]) -> None:
     """Asked at each call: outside autocast (a check after saving, say) the layer only works with peft's cast."""
+    import torch
+
     layer.cast_input_dtype_enabled = not torch.is_autocast_enabled(args[0].device.type)
 
 

@@ -1,90 +1,66 @@
 """Step each parameter as soon as its gradient is complete, and free the gradient (Lv et al. 2023, LOMO; torch's tutorial).
 
-There is one optimizer a parameter (_per_parameter.py); `step` only finishes. The learning rate must be set before the
-backward pass. What needs all gradients at once (clipping by their norm, several micro-batches a step, a loss scaler, an
-optimizer with one estimate for all) cannot go with it; nor can a window be redone once its backward pass began.
+There is one optimizer a parameter (optim/in_backward.py). The learning rate must be set before the backward pass. What needs
+all gradients at once (clipping by their norm, several micro-batches a step, a loss scaler, an optimizer with one estimate
+for all) cannot go with it; nor can a window be redone once its backward pass began.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor, nn
+from ..config.declared import Both, Conflict, Declared
+from ..seam.technique import RESIDENT, Groups, OptimizerTechnique
+from ._apart import one_estimate_for_all
 
-from ..config.schema import TrainingConfig
-from ..errors import t
-from ..machine.hardware import Precision
-from ..optim.optimizers import build_optimizer
-from ..optim.per_parameter import PerParameter, not_separable
-from ..seam.technique import Groups, OptimizerTechnique
+if TYPE_CHECKING:
+    from ..config.schema import TrainingConfig
+    from ..optim.in_backward import InBackward
 
-
-class InBackward(PerParameter):
-    def __init__(self, groups: Groups, build: Callable[[Groups], torch.optim.Optimizer]) -> None:
-        super().__init__(groups, build)
-        self._squares: Tensor | None = None
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._step_one) for parameter in self._inner]
-
-    @torch.no_grad()
-    def _step_one(self, parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None
-        square = parameter.grad.float().square().sum()
-        self._squares = square if self._squares is None else self._squares + square
-        super()._step_one(parameter)
-        parameter.grad = None
-
-    @property
-    def begun(self) -> bool:
-        return self._squares is not None
-
-    def grad_norm(self) -> Tensor:
-        """Of the backward pass just made, before `step`, (); not finite means that the weights are spoiled already."""
-        return torch.zeros(()) if self._squares is None else self._squares.sqrt()
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Only gradients that no backward pass left, but somebody set, are still there to step on."""
-        super().step(closure)
-        self._squares = None
-
-    def close(self) -> None:
-        """Leave the parameters alone, so that another optimizer may have them."""
-        for hook in self._hooks:
-            hook.remove()
+SWITCH = Declared(
+    ("memory", "optimizer_in_backward"), "otimizador_no_backward", place=110, phases=RESIDENT, default="no",
+    elsewhere="fused_backward_pass", docs=(
+        "Atualiza cada peso assim que seu gradiente existe; sem acumulação e sem corte de gradiente.",
+        "Step each weight as soon as its gradient exists; without accumulation and without clipping."))
 
 
 @dataclass(frozen=True)
 class OptimizerInBackward(OptimizerTechnique):
-    def build(self, groups: Groups, settings: TrainingConfig) -> InBackward:
-        return InBackward(groups, lambda part: build_optimizer(part, settings))
+    title: ClassVar[Both] = ("passo dentro do backward", "step in the backward pass")
+    when: ClassVar[Both] = ("sem acumulação e sem corte de gradiente", "no accumulation, no clipping")
+    options: ClassVar[tuple[Declared, ...]] = (SWITCH,)
+    asked_only: ClassVar[bool] = True
+    """It forbids clipping, which is the user's to give up."""
+    excludes: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            SWITCH.key, ("training", "gradient_accumulation_steps"), lambda c: c.training.gradient_accumulation_steps > 1,
+            ("`{first}` não anda com `{second}` maior que 1: o peso mudaria a cada micro-lote",
+             "`{first}` excludes `{second}` above 1: the weight would change at every micro-batch"),
+            ("use `{second}: 1` ou apague `{first}`", "use `{second}: 1` or delete `{first}`")),
+        Conflict(
+            SWITCH.key, ("training", "max_grad_norm"), lambda c: c.training.max_grad_norm > 0,
+            ("`{first}` não anda com o corte de gradiente, que só se calcula com todos os gradientes à mão",
+             "`{first}` excludes gradient clipping, which needs all gradients at once"),
+            ("use `{second}: 0` ou apague `{first}`", "use `{second}: 0` or delete `{first}`")),
+        one_estimate_for_all(SWITCH.key),
+        Conflict(
+            SWITCH.key, ("training", "mixed_precision"), lambda c: c.training.mixed_precision == "fp16",
+            ("`{first}` não anda com `{second}: fp16`: um passo com estouro não poderia ser refeito",
+             "`{first}` excludes `{second}: fp16`: a step that overflows could not be made again"),
+            ("use `{second}: bf16` ou `nao`, ou apague `{first}`", "use `{second}: bf16` or `no`, or delete `{first}`")),
+        Conflict(
+            ("training", "ema"), SWITCH.key, lambda c: c.training.ema > 0,
+            ("`{first}` não anda com `{second}`, que atualiza cada peso num momento seu",
+             "`{first}` excludes `{second}`, which updates each weight at a moment of its own"),
+            ("apague um dos dois", "delete one of the two")),
+    )
 
-    def conflicts(self, settings: TrainingConfig, precision: Precision) -> str | None:
-        """Why it cannot be used with these settings, if so."""
-        reasons = []
-        if settings.gradient_accumulation_steps > 1:
-            reasons.append(
-                t(
-                    pt="passos_acumulacao_gradiente maior que 1 (os gradientes precisam ser somados)",
-                    en="gradient_accumulation_steps above 1 (gradients must be summed)",
-                )
-            )
-        if settings.max_grad_norm:
-            reasons.append(
-                t(
-                    pt="norma_maxima_gradiente acima de 0 (a norma é a de todos os gradientes juntos)",
-                    en="max_grad_norm above 0 (the norm is that of all gradients together)",
-                )
-            )
-        if precision.scaler:
-            reasons.append(
-                t(
-                    pt="precisao_mista: fp16 (um passo com estouro não poderia ser refeito)",
-                    en="mixed_precision: fp16 (a step that overflows could not be redone)",
-                )
-            )
-        if whole := not_separable(settings):
-            reasons.append(whole)
-        return "; ".join(reasons) or None
+    def build(self, groups: Groups, settings: TrainingConfig) -> InBackward:
+        from ..optim.in_backward import InBackward
+        from ..optim.optimizers import build_optimizer
+
+        return InBackward(groups, lambda part: build_optimizer(part, settings))
 
 
 TECHNIQUE = OptimizerInBackward

@@ -1,86 +1,60 @@
-"""Keep the optimizer's moments in host memory; each parameter's come to the card for its own update, and go back.
+"""Keep the optimizer's moments in host memory (optim/offloaded.py); each parameter's come to the card for its own update.
 
 Moments are twice the adapter, and idle but for a moment at the end of each step: at high ranks they weigh more than the
 activations that are left. The numbers are the same, since AdamW and its like update every parameter by itself. The average
 of the adapter (optim/ema.py) lies there too. The copies are not hidden behind computing: twice the moments' bytes a step.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor, nn
+from ..config.declared import Both, Conflict, Declared
+from ..seam.technique import RESIDENT, Asked, Groups, OptimizerTechnique
+from ._apart import one_estimate_for_all
+from .optimizer_8bit import Optimizer8bit
 
-from ..config.schema import TrainingConfig
-from ..engine.host import host_buffer, is_fake
-from ..engine.tracker import count_transfer, host_memory
-from ..optim.optimizers import build_optimizer
-from ..optim.per_parameter import PerParameter
-from ..seam.technique import Groups, OptimizerTechnique
+if TYPE_CHECKING:
+    from ..config.schema import TrainingConfig
+    from ..optim.offloaded import Offloaded
 
-SMALLEST = 1024
-"""Bytes; counters and tables are not worth a copy."""
-
-
-class Offloaded(PerParameter):
-    """Between steps, `state` holds the host's tensors."""
-
-    def __init__(self, groups: Groups, build: Callable[[Groups], torch.optim.Optimizer]) -> None:
-        self._hosts: dict[nn.Parameter, dict[str, Tensor]] = {}
-        super().__init__(groups, build)
-
-    def in_host(self) -> set[int]:
-        """Ids of those tensors of the state that lie in host memory."""
-        return {id(host) for kept in self._hosts.values() for host in kept.values()}
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        devices = {parameter.device for parameter in self._inner if parameter.device.type == "cuda" and not is_fake(parameter)}
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()  # whoever reads the state next reads host memory
-
-    @torch.no_grad()
-    def _step_one(self, parameter: nn.Parameter) -> None:
-        state = self._inner[parameter][0].state[parameter]
-        for name, host in self._hosts.get(parameter, {}).items():
-            state[name] = torch.empty_like(host, device=parameter.device).copy_(host, non_blocking=True)
-            count_transfer(host.nbytes)
-        super()._step_one(parameter)
-        self._away(parameter)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._hosts.clear()
-        for parameter in self._inner:
-            self._away(parameter)
-
-    @torch.no_grad()
-    def _away(self, parameter: nn.Parameter) -> None:
-        """Copy what is worth it to the host, into last step's tensors if there are any."""
-        state, hosts = self._inner[parameter][0].state[parameter], self._hosts.setdefault(parameter, {})
-        for name, value in state.items():
-            if not isinstance(value, Tensor) or value.nbytes < SMALLEST:
-                continue
-            if name not in hosts or hosts[name].shape != value.shape:
-                hosts[name] = _host_like(value)
-            hosts[name].copy_(value, non_blocking=True)
-            count_transfer(value.nbytes)
-            state[name] = hosts[name]
-
-
-def _host_like(value: Tensor) -> Tensor:
-    buffer = host_buffer(value.nbytes, value, locked=value.device.type == "cuda" and not is_fake(value))
-    with host_memory():
-        return buffer.view(value.dtype).view(value.shape)
+SWITCH = Declared(
+    ("memory", "optimizer_offload"), "descarga_otimizador", place=50, phases=RESIDENT, docs=(
+        "Guarda na RAM os momentos do otimizador; os de cada peso vêm à placa só para a sua atualização.",
+        "Keep the optimizer's moments in RAM; each weight's come to the card for its own update only."))
 
 
 @dataclass(frozen=True)
 class OptimizerOffload(OptimizerTechnique):
+    title: ClassVar[Both] = ("descarga do otimizador", "optimizer offload")
+    when: ClassVar[Both] = ("ranks grandes: os momentos esperam na RAM", "large ranks: the moments wait in RAM")
+    options: ClassVar[tuple[Declared, ...]] = (SWITCH,)
+    excludes: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            SWITCH.key, ("memory", "optimizer_in_backward"), lambda c: c.memory.optimizer_in_backward == "yes",
+            ("`{first}` não anda com `{second}`, que atualiza cada peso no meio do backward",
+             "`{first}` excludes `{second}`, which updates each weight in the middle of the backward pass"),
+            ("apague um dos dois", "delete one of the two")),
+        one_estimate_for_all(SWITCH.key),
+    )
+    mildness: ClassVar[int] = 50
+    """The last of what changes no number: no computing hides these copies."""
+    takes: ClassVar[Mapping[str, float]] = {"optimizer": 1.0}
+
     inner: OptimizerTechnique | None = None
     """Builds the optimizers, if not the usual one."""
 
+    @classmethod
+    def of(cls, asked: Asked) -> OptimizerOffload | None:
+        inner = Optimizer8bit() if Optimizer8bit.is_on(asked.config) else None
+        return cls(inner) if cls.is_on(asked.config) else None
+
     def build(self, groups: Groups, settings: TrainingConfig) -> Offloaded:
+        from ..optim.offloaded import Offloaded
+        from ..optim.optimizers import build_optimizer
+
         build = self.inner.build if self.inner else build_optimizer
         return Offloaded(groups, lambda part: build(part, settings))
 

@@ -5,28 +5,21 @@ Each output row has its own factor, so a weight moves by at most 1/254 of its ro
 what quantize_4bit left alone when both are on. Left out: integer matrix products (LLM.int8()), which quantise activations.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import nn
-
-from ..engine.packed import RowScaled, pack_layers
-from ..seam.family import BlockGroup
-from ..seam.technique import ConvertTechnique
+from ..config.declared import Declared
+from ._quantizer import BASE, TEXT, RowQuantizer
 
 
 @dataclass(frozen=True)
-class Quantize8bit(ConvertTechnique):
+class Quantize8bit(RowQuantizer):
+    options: ClassVar[tuple[Declared, ...]] = (BASE, TEXT)
+    storage: ClassVar[str] = "int8"
+    value: ClassVar[str] = "int8"
+    loses: ClassVar[float] = 0.01
+    mildness: ClassVar[int] = 80
     order: ClassVar[int] = 12
-    lossless: ClassVar[bool] = False
-
-    convolutions: bool = True
-
-    def convert(self, model: nn.Module, groups: Sequence[BlockGroup]) -> None:
-        kinds = (nn.Linear, nn.Conv2d) if self.convolutions else (nn.Linear,)
-        pack_layers(groups, RowScaled(torch.int8, kinds))
 
 
 TECHNIQUE = Quantize8bit

@@ -17,11 +17,12 @@ from torch import nn
 
 from lora_trainer.bases.architecture import shipped
 from lora_trainer.diffusion.unet import block_groups
+from lora_trainer.engine.block_streaming import streaming_report
 from lora_trainer.engine.tracker import MemoryTracker, host_memory
 from lora_trainer.seam.technique import Technique
 from lora_trainer.techniques import MemoryPlan
 from lora_trainer.techniques.activation_offload import ActivationOffload
-from lora_trainer.techniques.block_streaming import BlockStreaming, streaming_report
+from lora_trainer.techniques.block_streaming import BlockStreaming
 from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,11 +8,12 @@ import torch
 from tiny_unets import ALL, TinyFamily, make_batch, make_model, trainable
 from torch import nn
 
+from lora_trainer.engine.block_streaming import streaming_report
 from lora_trainer.seam.family import BlockGroup
 from lora_trainer.seam.technique import Technique
 from lora_trainer.techniques import MemoryPlan
 from lora_trainer.techniques.activation_offload import ActivationOffload
-from lora_trainer.techniques.block_streaming import BlockStreaming, streaming_report
+from lora_trainer.techniques.block_streaming import BlockStreaming
 from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card")]

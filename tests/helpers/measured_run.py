@@ -21,6 +21,7 @@ from lora_trainer.bases import architecture
 from lora_trainer.bases.components import BUILDERS
 from lora_trainer.bases.weights import Piece, Weights
 from lora_trainer.config.schema import Config
+from lora_trainer.engine.block_streaming import ring_buffers
 from lora_trainer.engine.tracker import MemoryTracker, PhasePeak, mark_resident
 from lora_trainer.families import resolve
 from lora_trainer.files.headers import TensorInfo
@@ -39,7 +40,6 @@ from lora_trainer.planner.techniques import make_plan
 from lora_trainer.run.setup import Setup, Target
 from lora_trainer.seam.family import Batch, Family, Framing, Sampling
 from lora_trainer.techniques import MemoryPlan
-from lora_trainer.techniques.block_streaming import ring_buffers
 
 CPU = torch.device("cpu")
 PHASES = ("load", "forward", "backward", "optimizer")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lora_trainer.adapters import inject
 from lora_trainer.config.schema import ModelConfig, TrainingConfig
+from lora_trainer.engine.block_streaming import streaming_report
 from lora_trainer.engine.packed import packing_report
 from lora_trainer.export.gguf_lora import read_gguf_lora, write_gguf_lora
 from lora_trainer.files.gguf_blocks import SUPPORTED
@@ -19,7 +20,7 @@ from lora_trainer.seam.family import Batch
 from lora_trainer.seam.technique import Technique
 from lora_trainer.techniques import MemoryPlan
 from lora_trainer.techniques.activation_offload import ActivationOffload
-from lora_trainer.techniques.block_streaming import BlockStreaming, streaming_report
+from lora_trainer.techniques.block_streaming import BlockStreaming
 from lora_trainer.techniques.embedding_offload import EmbeddingOffload
 from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
 from lora_trainer.techniques.mixed_precision import MixedPrecision

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from lora_trainer.adapters import Adapter, inject
 from lora_trainer.config.schema import ModelConfig
+from lora_trainer.engine.recompute import recomputations
 from lora_trainer.families.causal_lm.family import PART, CausalLM
 from lora_trainer.seam.technique import Technique
 from lora_trainer.techniques import MemoryPlan
 from lora_trainer.techniques.activation_offload import ActivationOffload
 from lora_trainer.techniques.block_streaming import BlockStreaming
 from lora_trainer.techniques.embedding_offload import EmbeddingOffload
-from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing, recomputations
+from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
 from lora_trainer.techniques.quantize_4bit import Quantize4bit
 from lora_trainer.techniques.quantize_8bit import Quantize8bit
 

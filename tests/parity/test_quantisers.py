@@ -10,8 +10,11 @@ from helpers.original_checkpoint import write_single_file
 from torch import Tensor, nn
 
 from lora_trainer import adapters, families
+from lora_trainer.config.declared import sharing
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
+from lora_trainer.engine.block_streaming import streaming_report
 from lora_trainer.engine.packed import PackedConv2d, PackedLinear, packing_report
+from lora_trainer.engine.recompute import recomputations
 from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.export.verify import verify
 from lora_trainer.export.write import save_adapter
@@ -20,10 +23,11 @@ from lora_trainer.optim.optimizers import param_groups
 from lora_trainer.seam.family import Batch, Family
 from lora_trainer.seam.technique import ConvertTechnique, Technique
 from lora_trainer.techniques import MemoryPlan
+from lora_trainer.techniques._quantizer import BASE
 from lora_trainer.techniques.activation_offload import ActivationOffload
-from lora_trainer.techniques.block_streaming import BlockStreaming, streaming_report
+from lora_trainer.techniques.block_streaming import BlockStreaming
 from lora_trainer.techniques.cast_fp8 import CastFp8
-from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing, recomputations
+from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
 from lora_trainer.techniques.mixed_precision import MixedPrecision
 from lora_trainer.techniques.quantize_4bit import Quantize4bit
 from lora_trainer.techniques.quantize_8bit import Quantize8bit
@@ -32,8 +36,9 @@ CPU = torch.device("cpu")
 BF16 = MixedPrecision("bf16", "cpu")
 NF4, FP4, INT8, FP8 = Quantize4bit(), Quantize4bit("fp4", double=False), Quantize8bit(), CastFp8()
 BASES: dict[str, tuple[ConvertTechnique, ...]] = {
-    "nf4": (NF4,), "fp4": (FP4,), "int8": (INT8,), "fp8": (FP8,), "nf4+int8": (NF4, INT8),
+    **{one.value: (one(),) for one in sharing(BASE.key)}, "fp4": (FP4,), "nf4+int8": (NF4, INT8),
 }  # fmt: skip
+"""Every technique that packs a base, by the name that the option gives it, and two variants."""
 each_base = pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 each_release = pytest.mark.parametrize("release", ["sd1", "sdxl"])
 
@@ -172,7 +177,10 @@ def test_streamed_and_offloaded(family_of, release, base):
 
 # -- the bound against the plain base: losses within 0.2 %, and the adapter's direction
 
-LEAST_COSINE = {"nf4": 0.93, "fp4": 0.9, "int8": 0.995, "fp8": 0.97, "nf4+int8": 0.93}
+LEAST_COSINE = {
+    **{one.value: 1 - one.loses for one in sharing(BASE.key)},
+    "nf4": 0.93, "fp4": 0.9, "int8": 0.995, "fp8": 0.97, "nf4+int8": 0.93,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BASES)

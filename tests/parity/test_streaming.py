@@ -12,20 +12,23 @@ from torch import nn
 from lora_trainer import adapters
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.diffusion.unet import text_body
+from lora_trainer.engine.block_streaming import streaming_report
+from lora_trainer.engine.recompute import recomputations
 from lora_trainer.export.verify import verify
 from lora_trainer.export.write import save_adapter
 from lora_trainer.families import resolve
 from lora_trainer.loop import Trainee, train
+from lora_trainer.optim.in_backward import InBackward
 from lora_trainer.optim.optimizers import param_groups
 from lora_trainer.seam.family import Batch, BlockGroup
 from lora_trainer.seam.technique import Technique
 from lora_trainer.techniques import MemoryPlan
 from lora_trainer.techniques.activation_offload import ActivationOffload
-from lora_trainer.techniques.block_streaming import BlockStreaming, streaming_report
+from lora_trainer.techniques.block_streaming import BlockStreaming
 from lora_trainer.techniques.cast_fp8 import CastFp8
-from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing, recomputations
+from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
 from lora_trainer.techniques.mixed_precision import MixedPrecision
-from lora_trainer.techniques.optimizer_in_backward import InBackward, OptimizerInBackward
+from lora_trainer.techniques.optimizer_in_backward import OptimizerInBackward
 from lora_trainer.techniques.quantize_4bit import Quantize4bit
 from lora_trainer.techniques.quantize_8bit import Quantize8bit
 

@@ -9,12 +9,13 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lora_trainer.config.schema import TrainingConfig
+from lora_trainer.engine.recompute import recomputations
 from lora_trainer.loop import Trainee, train
 from lora_trainer.machine.hardware import assert_trainable_float32
 from lora_trainer.optim.optimizers import param_groups
 from lora_trainer.seam.technique import Technique
 from lora_trainer.techniques import MemoryPlan
-from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing, recomputations
+from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
 from lora_trainer.techniques.mixed_precision import MixedPrecision
 from lora_trainer.techniques.optimizer_8bit import Optimizer8bit
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from lora_trainer import adapters
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.diffusion.transformer import TransformerFamily
+from lora_trainer.engine.block_streaming import streaming_report
+from lora_trainer.engine.recompute import recomputations
 from lora_trainer.errors import ConfigError, UserError
 from lora_trainer.export.verify import verify
 from lora_trainer.export.write import save_adapter
@@ -22,9 +24,9 @@ from lora_trainer.seam.family import Batch
 from lora_trainer.seam.technique import Technique
 from lora_trainer.techniques import MemoryPlan
 from lora_trainer.techniques.activation_offload import ActivationOffload
-from lora_trainer.techniques.block_streaming import BlockStreaming, streaming_report
+from lora_trainer.techniques.block_streaming import BlockStreaming
 from lora_trainer.techniques.cast_fp8 import CastFp8
-from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing, recomputations
+from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
 from lora_trainer.techniques.mixed_precision import MixedPrecision
 from lora_trainer.techniques.optimizer_8bit import Optimizer8bit
 from lora_trainer.techniques.optimizer_in_backward import OptimizerInBackward

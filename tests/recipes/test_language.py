@@ -12,6 +12,10 @@ from recipe import events, kill_after_step, run, start
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lora_trainer.cli import main
+from lora_trainer.config.declared import sharing
+from lora_trainer.techniques._quantizer import BASE
+
 
 def adapter(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "saida" / "lora" / "lora-peft" / "adapter_model.safetensors")
@@ -65,6 +69,21 @@ def test_every_format_is_written_and_checked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"quantizacao_base": "nf4"}, {"streaming_blocos": 1.0, "descarga_ativacoes": "sim"}])
 def test_trains_under_memory_techniques(tmp_path: Path, options: dict[str, object]) -> None:
     assert run(make(tmp_path, memoria=options, treino={"epocas": 1})) == 0
+
+
+@pytest.mark.parametrize("packed", [one.value for one in sharing(BASE.key)])
+def test_every_way_to_pack_a_base_is_planned_trained_and_resumed(
+    tmp_path: Path, packed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the name that its technique gives it."""
+    path = make(tmp_path, memoria={"quantizacao_base": packed}, treino={"epocas": 1})
+    assert main(["plano", "--config", str(path), "--vram", "4"]) == 0
+    assert f"quantizacao_base: {packed}" in capsys.readouterr().out
+    assert run(path) == 0
+    first = json.loads((tmp_path / "saida" / "lora" / "plano.json").read_text(encoding="utf-8"))
+    assert first["plan"]["memory.base_quantization"] == packed
+    assert run(path, "--retomar", "treino.epocas=2") == 0
+    assert len(events(tmp_path / "saida" / "lora", "resumed")) == 1
 
 
 def test_image_formats_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,8 @@ from recipe import events, make, run
 from safetensors.torch import load_file
 
 from lora_trainer import loop
+from lora_trainer.commands.plano import plan
+from lora_trainer.config.loading import load
 from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.errors import UserError
 from lora_trainer.machine.allowance import allowance_for
@@ -107,6 +109,26 @@ def run_out(place: Place, name: str, at: dict[str, Collection[int]], *words: str
     assert memory.raised == sum(map(len, at.values())), memory.counts
     assert len(place.events(name, "oom")) == memory.raised
     return memory
+
+
+# -- no shortage at all: the plan knew
+
+
+def test_a_batch_that_does_not_fit_is_planned_in_parts(place):
+    """The same effective batch, hence the same adapter, with no option but the micro-batch left to the planner."""
+    fixed = [
+        "memoria.preset=nenhum", "treino.checkpoint_gradiente=sim", "memoria.streaming_blocos=nao",
+        "memoria.descarga_ativacoes=nao", "memoria.descarga_otimizador=nao", "treino.use_otimizador_8bit=nao",
+        "memoria.quantizacao_base=nao",
+    ]  # fmt: skip
+    sizes = [plan(load(place.config, [*fixed, f"dados.tamanho_lote={size}", "memoria.vram=20"])) for size in (4, 1)]
+    whole, one = (planned.choice.allowance.total(planned.found.peak) for planned in sizes)
+    assert one < whole
+    limit = f"memoria.vram={(whole + 3 * one) / 4 / GIB}"
+    assert place.run("in-parts", *fixed, limit) == 0
+    assert place.events("in-parts", "oom") == []
+    assert place.plan("in-parts")["micro_batch"] < 4
+    assert apart(place.trained("in-parts"), place.trained("plain")) < CLOSE
 
 
 # -- one shortage, anywhere

@@ -9,7 +9,7 @@ from lora_trainer.config import presets
 from lora_trainer.config.loading import load
 from lora_trainer.config.names import options
 from lora_trainer.families import family_class
-from lora_trainer.planner.options import SOLVED
+from lora_trainer.planner.ladder import SOLVED
 from lora_trainer.planner.picker import preset_budget
 from lora_trainer.planner.presets import MARK, card_of, predict_with_previews
 

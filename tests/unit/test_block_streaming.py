@@ -12,8 +12,9 @@ from streaming_models import Chain, apply, gradients
 from torch import nn
 
 from lora_trainer.engine import streaming
+from lora_trainer.engine.block_streaming import choose, streamable_bytes, streaming_report
 from lora_trainer.seam.family import BlockGroup
-from lora_trainer.techniques.block_streaming import BlockStreaming, choose, streamable_bytes, streaming_report
+from lora_trainer.techniques.block_streaming import BlockStreaming
 from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
 
 STREAMING, CHECKPOINTING = BlockStreaming(), GradientCheckpointing()

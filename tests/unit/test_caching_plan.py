@@ -15,12 +15,12 @@ from lora_trainer import families
 from lora_trainer.config.schema import Config, DataConfig, MemoryConfig, ModelConfig
 from lora_trainer.data.cache import Cache
 from lora_trainer.data.encode import Encoder, View
+from lora_trainer.engine import attention
+from lora_trainer.engine.attention import ChunkedProcessor, slice_where_unfused
 from lora_trainer.planner.caching import Encoding, plan_caching, plan_preview
 from lora_trainer.planner.encoders import load_encoders
 from lora_trainer.planner.simulate import simulate_captions, simulate_decoding, simulate_images
 from lora_trainer.seam.family import Family
-from lora_trainer.techniques import attention_slicing
-from lora_trainer.techniques.attention_slicing import ChunkedProcessor, slice_where_unfused
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
 STREAMING, QUANTIZATION, TILING = ((("memory", name)) for name in ("text_streaming", "text_quantization", "vae_tiling"))
@@ -202,7 +202,7 @@ def test_attention_of_the_vae_is_sliced_only_where_nothing_fuses(tiny_of, monkey
     family = tiny_of(release)
     vae, other = family.load_vae(CPU, FP32), family.load_vae(CPU, FP32)
     assert slice_where_unfused(vae, CPU, FP32) == 0
-    monkeypatch.setattr(attention_slicing, "fuses", lambda heads, size, device, dtype: size < 32)
+    monkeypatch.setattr(attention, "fuses", lambda heads, size, device, dtype: size < 32)
     assert slice_where_unfused(vae, CPU, FP32) == 2
     assert sum(isinstance(getattr(layer, "processor", None), ChunkedProcessor) for layer in vae.modules()) == 2
     for layer in vae.modules():

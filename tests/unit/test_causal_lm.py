@@ -244,9 +244,9 @@ def _tracked_step(family: CausalLM, config: Config, plan: MemoryPlan, batch: dic
     """Bytes at the peak of the second optimizer step."""
     from lora_trainer import loop
     from lora_trainer.adapters import inject
+    from lora_trainer.engine.block_streaming import ring_buffers
     from lora_trainer.engine.tracker import mark_resident
     from lora_trainer.optim import optimizers
-    from lora_trainer.techniques.block_streaming import ring_buffers
 
     tracker = MemoryTracker()
     model = family.load_model(CPU, torch.float32, prepare=lambda m: plan.convert(m, family.blocks(m)))

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lora_trainer import cli, plugins
-from lora_trainer.commands._last_run import OPTION_OF_TECHNIQUE, WITHOUT_OPTION
 from lora_trainer.commands.diagnostico import examine, supported
+from lora_trainer.config.declared import techniques
 from lora_trainer.config.loading import Loaded, load
 from lora_trainer.config.names import options
 from lora_trainer.config.schema import Config
@@ -259,13 +259,10 @@ def test_the_plans_amounts_are_told_after_a_failure(config: Path, capsys: pytest
 
 
 def test_every_technique_is_an_option_or_known_to_be_none() -> None:
-    names = set()
-    for name in plugins.available("lora_trainer.techniques"):
-        technique = getattr(plugins.load("lora_trainer.techniques", name), "TECHNIQUE", None)
-        names |= {technique.__name__} if technique else set()
-    assert len(names) > 8
-    assert names == set(OPTION_OF_TECHNIQUE) | WITHOUT_OPTION
-    assert set(OPTION_OF_TECHNIQUE.values()) <= set(options())
+    found = techniques()
+    assert len(found) == len(plugins.available("lora_trainer.techniques")) > 8
+    assert {one.__name__ for one in found if not one.options} == {"AttentionSlicing", "MixedPrecision"}
+    assert {declared.key for one in found for declared in one.options} <= set(options())
 
 
 def test_other_ends_get_no_memory_advice(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

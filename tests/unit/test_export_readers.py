@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from lora_trainer.adapters import inject
 from lora_trainer.config.schema import ModelConfig
 from lora_trainer.diffusion.unet import block_groups
+from lora_trainer.engine.recompute import recomputations
 from lora_trainer.errors import DivergedError, MachineError, set_language
 from lora_trainer.export.proof import check_consumer
 from lora_trainer.export.verify import verify
@@ -18,7 +19,7 @@ from lora_trainer.export.write import save_adapter
 from lora_trainer.families import PACKAGE, family_class
 from lora_trainer.layouts.readers import loader_for, unreadable
 from lora_trainer.plugins import available
-from lora_trainer.techniques.gradient_checkpointing import TECHNIQUE, recomputations
+from lora_trainer.techniques.gradient_checkpointing import TECHNIQUE
 
 CASES = {
     "attention": {"lora_rank": 4, "lora_alpha": 8},

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lora_trainer.bases.gguf import GgufWeights
 from lora_trainer.bases.weights import Piece
+from lora_trainer.engine.block_streaming import streamable_bytes
 from lora_trainer.engine.packed import PackedLinear, packed_weights
 from lora_trainer.engine.packed_gguf import (
     GgufBlocks,
@@ -25,7 +26,7 @@ from lora_trainer.families.causal_lm.family import PART
 from lora_trainer.files.gguf_reader import GgufFile, TensorInfo
 from lora_trainer.planner.simulate import make_fake
 from lora_trainer.techniques import MemoryPlan
-from lora_trainer.techniques.block_streaming import BlockStreaming, streamable_bytes
+from lora_trainer.techniques.block_streaming import BlockStreaming
 from lora_trainer.techniques.quantize_4bit import Quantize4bit
 
 CPU = torch.device("cpu")

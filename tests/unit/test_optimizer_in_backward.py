@@ -5,9 +5,13 @@ import torch
 from streaming_models import Chain, gradients
 from torch import nn
 
-from lora_trainer.config.schema import TrainingConfig
+from lora_trainer.config.schema import Config, TrainingConfig
+from lora_trainer.errors import ConfigError
 from lora_trainer.machine.hardware import Precision
+from lora_trainer.planner.techniques import make_plan
 from lora_trainer.techniques.optimizer_in_backward import OptimizerInBackward
+
+CPU = torch.device("cpu")
 
 
 def precision(scaler: bool) -> Precision:
@@ -24,9 +28,14 @@ def precision(scaler: bool) -> Precision:
         ({"max_grad_norm": 0.0, "optimizer": "prodigy"}, False, "prodigy"),
     ],
 )
-def test_what_needs_all_gradients_at_once_is_named(changes, scaler, named):
-    found = OptimizerInBackward().conflicts(TrainingConfig(**changes), precision(scaler))
-    assert (found is None) if named is None else (found is not None and named in found)
+def test_what_needs_all_gradients_at_once_is_named(changes, scaler, named, tmp_path):
+    """Also where only the machine knows of it, as of fp16."""
+    config = Config.model_validate({"training": changes, "memory": {"optimizer_in_backward": "yes"}})
+    if named is None:
+        assert any(isinstance(one, OptimizerInBackward) for one in make_plan(config, precision(scaler), CPU, tmp_path).techniques)
+        return
+    with pytest.raises(ConfigError, match=named):
+        make_plan(config, precision(scaler), CPU, tmp_path)
 
 
 def test_a_closed_optimizer_leaves_parameters_alone():

@@ -9,30 +9,34 @@ import pytest
 import torch
 from helpers.original_checkpoint import write_single_file
 
+from lora_trainer.config.declared import with_values
 from lora_trainer.config.names import Key
 from lora_trainer.config.schema import Config
 from lora_trainer.families import resolve
 from lora_trainer.machine.hardware import Precision
 from lora_trainer.planner import plan
 from lora_trainer.planner.estimate import peak_at
+from lora_trainer.planner.ladder import SOLVED
 from lora_trainer.planner.plan import (
     CHECKPOINTING,
-    LOSSY,
-    NOTHING,
     OFFLOAD,
-    OPTIMIZER_8BIT,
-    OPTIMIZER_OFFLOAD,
     QUANTIZATION,
     STREAMING,
     Candidate,
     Planner,
-    with_values,
 )
 from lora_trainer.planner.rungs import Rungs
 from lora_trainer.planner.simulate import Prediction, Shape
 from lora_trainer.seam.family import Family
+from lora_trainer.techniques.embedding_offload import EmbeddingOffload
+from lora_trainer.techniques.optimizer_8bit import Optimizer8bit
+from lora_trainer.techniques.optimizer_offload import OptimizerOffload
 
 BF16 = Precision(torch.bfloat16, torch.bfloat16, scaler=False)
+OPTIMIZER_8BIT, OPTIMIZER_OFFLOAD = Optimizer8bit.key, OptimizerOffload.key
+IN_BACKWARD: Key = ("memory", "optimizer_in_backward")
+NOTHING: dict[Key, Any] = {key: "no" for key in SOLVED if key != EmbeddingOffload.key}
+LOSSY = ({OPTIMIZER_8BIT: "yes"}, {OPTIMIZER_8BIT: "yes", QUANTIZATION: "int8"}, {OPTIMIZER_8BIT: "yes", QUANTIZATION: "nf4"})
 LEAN = {**NOTHING, CHECKPOINTING: "yes"}
 FULL = {**LEAN, STREAMING: 1.0, OFFLOAD: "yes"}
 AWAY = {**FULL, OPTIMIZER_OFFLOAD: "yes"}
@@ -254,6 +258,36 @@ def test_what_offloading_saves_is_not_what_recomputation_does(make: Make, known:
     assert fast.prediction.phases["backward"].causes["activations"] > best.prediction.phases["backward"].causes["activations"]
     offloaded = next(one for one in Rungs(planner, best).below() if one.values[OFFLOAD] == "yes")
     assert offloaded.peak == pytest.approx(planner.simulate({**LEAN, OFFLOAD: "yes"}).peak, rel=0.2)
+
+
+def test_a_smaller_micro_batch_where_nothing_lossless_fits(make: Make, known: dict[str, int]) -> None:
+    """As much work a step, and no number changed. What fits as it is stays in one piece."""
+    four = replace(SHAPE, batch_size=4)
+    tight = make(None, shape=four).simulate(AWAY).peak - 4096
+    assert tight > known["full"]
+    planner = make(tight, shape=four)
+    best = solved(planner)
+    assert best.lossless
+    assert best.micro_batch == 2
+    assert planner.at(2).shape == replace(SHAPE, batch_size=2, accumulation=2)
+    assert {one.micro_batch for one in planner.tried if one.fits(tight)} == {2}
+    assert all(one.micro_batch == 2 for one in Rungs(planner, best).planner.own)
+    assert max(one.micro_batch for one in Rungs(planner, best).below()) <= 2
+    assert solved(make(tight + 8192, shape=four)).micro_batch == 4
+
+
+def test_micro_batches_that_cannot_do_are_not_simulated(make: Make, known: dict[str, int]) -> None:
+    planner = make(known["lossy"] // 4, shape=replace(SHAPE, batch_size=4))
+    assert not planner.solve().fits(planner.available)
+    assert {one.micro_batch for one in planner.tried} == {4}
+
+
+def test_where_a_window_cannot_be_split_it_is_not(make: Make) -> None:
+    options = {"shape": replace(SHAPE, batch_size=4), "written": {IN_BACKWARD: "yes", ("training", "max_grad_norm"): 0.0}}
+    tight = make(None, **options).simulate({key: value for key, value in FULL.items() if key != OPTIMIZER_OFFLOAD}).peak - 4096
+    planner = make(tight, **options)
+    planner.solve()
+    assert {one.micro_batch for one in planner.tried} == {4}
 
 
 def test_a_batch_is_split_first(make: Make) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.gguf_files import tiny_model, write_model
 
+from lora_trainer.config.declared import with_values
 from lora_trainer.config.names import Key
 from lora_trainer.config.schema import Config
 from lora_trainer.engine.packed import _Packed
@@ -19,25 +20,25 @@ from lora_trainer.machine.hardware import Precision
 from lora_trainer.machine.speed import Speed, speed_of
 from lora_trainer.planner import ladder
 from lora_trainer.planner.advice import remedies
+from lora_trainer.planner.ask import not_quantized
 from lora_trainer.planner.foresee import _architecture
-from lora_trainer.planner.options import not_quantized
+from lora_trainer.planner.ladder import SOLVED, plain_values
 from lora_trainer.planner.plan import (
     CHECKPOINTING,
     EMBEDDINGS,
-    NOTHING,
     OFFLOAD,
-    OPTIMIZER_8BIT,
     QUANTIZATION,
     STREAMING,
     Candidate,
     Planner,
-    with_values,
 )
 from lora_trainer.planner.rungs import Rungs
 from lora_trainer.planner.simulate import Prediction, Shape
-from lora_trainer.runtime.kept import plain_values
+from lora_trainer.techniques.optimizer_8bit import Optimizer8bit
 
 BF16 = Precision(torch.bfloat16, torch.bfloat16, scaler=False)
+OPTIMIZER_8BIT = Optimizer8bit.key
+NOTHING: dict[Key, Any] = {key: "no" for key in SOLVED if key != EMBEDDINGS}
 PLAIN: dict[Key, Any] = {**NOTHING, EMBEDDINGS: "no"}
 LEAN = {**PLAIN, CHECKPOINTING: "yes"}
 CONFIG = {

@@ -18,15 +18,17 @@ from lora_trainer.machine.card import Card
 from lora_trainer.machine.hardware import Precision
 from lora_trainer.machine.ram import Ram
 from lora_trainer.planner.ladder import MICRO_BATCH, Rung, next_rung
-from lora_trainer.planner.options import CHECKPOINTING, OFFLOAD, OPTIMIZER_OFFLOAD, STREAMING
+from lora_trainer.planner.plan import CHECKPOINTING, OFFLOAD, STREAMING
 from lora_trainer.run.run import Run
 from lora_trainer.run.setup import Setup
 from lora_trainer.runtime.kept import read_plan, write_plan
 from lora_trainer.runtime.recover import Shortage, attempt, free_memory, is_out_of_memory
 from lora_trainer.techniques import MemoryPlan
 from lora_trainer.techniques.mixed_precision import MixedPrecision
+from lora_trainer.techniques.optimizer_offload import OptimizerOffload
 from lora_trainer.units import GIB
 
+OPTIMIZER_OFFLOAD = OptimizerOffload.key
 PLAIN = {CHECKPOINTING: "no", OFFLOAD: "no", STREAMING: "no"}
 CPU = torch.device("cpu")
 

@@ -7,11 +7,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lora_trainer.config.schema import TrainingConfig
+from lora_trainer.engine.block_streaming import ring_buffers, streamable_bytes, streaming_report
 from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.seam.technique import Technique
 from lora_trainer.techniques import MemoryPlan
 from lora_trainer.techniques.activation_offload import ActivationOffload
-from lora_trainer.techniques.block_streaming import BlockStreaming, ring_buffers, streamable_bytes, streaming_report
+from lora_trainer.techniques.block_streaming import BlockStreaming
 from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
 from lora_trainer.techniques.optimizer_in_backward import OptimizerInBackward
 

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from lora_trainer import adapters
 from lora_trainer.adapters import training_lora
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
+from lora_trainer.engine.block_streaming import streaming_report
 from lora_trainer.engine.branch import Branch, taken_off
 from lora_trainer.errors import SourceError
 from lora_trainer.families import resolve
 from lora_trainer.techniques import MemoryPlan
 from lora_trainer.techniques.activation_offload import ActivationOffload
-from lora_trainer.techniques.block_streaming import BlockStreaming, streaming_report
+from lora_trainer.techniques.block_streaming import BlockStreaming
 from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
 from lora_trainer.techniques.quantize_4bit import Quantize4bit
 

@@ -9,10 +9,11 @@ from tiny_unets import UNETS, TinyFamily, make_batch, make_model, trainable
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lora_trainer.engine.attention import chunked_attention, fuses, slice_attention
 from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.engine.vae_tiling import OVERLAP, TILE_PIXELS, sliced, tiled
 from lora_trainer.techniques import MemoryPlan
-from lora_trainer.techniques.attention_slicing import AttentionSlicing, chunked_attention, fuses, slice_attention
+from lora_trainer.techniques.attention_slicing import AttentionSlicing
 
 
 @pytest.fixture(scope="module")
