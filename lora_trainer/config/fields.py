@@ -70,6 +70,17 @@ def _share(value: Any) -> Any:
     return share or "no"
 
 
+def _tokens(value: Any) -> Any:
+    """auto, or a number of tokens; which numbers a family takes it says itself."""
+    word = value.strip().lower() if isinstance(value, str) else value
+    if word == "auto":
+        return word
+    count = _integer(value)
+    if not (isinstance(count, int) or (isinstance(count, str) and _WHOLE.fullmatch(count))) or int(count) < 1:
+        raise PydanticCustomError("tokens", "expected auto or a number of tokens")
+    return int(count)
+
+
 def _number(value: Any) -> Any:
     if isinstance(value, bool):
         raise PydanticCustomError("number", "expected a number")
@@ -210,6 +221,8 @@ Free = Annotated[dict[str, Any], BeforeValidator(typed)]
 """Names and values that a library knows, not we."""
 Share = Annotated[float | Literal["auto", "no"], BeforeValidator(_share), "share"]
 """A part of a whole, from 0 to 1; `no` is 0."""
+Tokens = Annotated[int | Literal["auto"], BeforeValidator(_tokens), "tokens"]
+"""Of a caption."""
 Resolution = Annotated[tuple[int, int], BeforeValidator(_resolution), "resolution"]
 Text = Annotated[str, BeforeValidator(_text), "text"]
 LocalPath = Annotated[str, BeforeValidator(_path), "local_path"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import plugins
+from ..files.kinds import signatures
 from . import names
 from .fields import NO, YES
 from .names import Option
@@ -103,6 +104,9 @@ def _forms(option: Option) -> list[dict[str, Any]]:
     if option.kind == "share":
         words = [*WORDS.get(option.name, {}), "auto", *sorted(YES | NO)]
         return [{"type": "number", "minimum": 0, "maximum": 1}, {"enum": list(dict.fromkeys(words))}, _REFERENCE]
+    if option.kind == "tokens":
+        lengths = {length for signature in signatures().values() for length in signature.caption_tokens}
+        return [{"enum": ["auto", *sorted(lengths)]}, _REFERENCE]
     if option.kind in ("integer", "number"):
         limits = {
             {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}.get(

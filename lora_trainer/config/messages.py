@@ -61,6 +61,7 @@ def _wanted(code: str, option: Option, lang: str) -> str:
         spelled = ", ".join(option.allowed_words(lang))
         return t(pt=f"{spelled} ou um número de 0 a 1", en=f"{spelled} or a number from 0 to 1")
     plain = {
+        "tokens": t(pt="auto ou um número de tokens", en="auto or a number of tokens"),
         "integer": t(pt="um número inteiro", en="a whole number"),
         "number": t(pt="um número", en="a number"),
         "resolution": t(pt="512, 512x768 ou [512, 768]", en="512, 512x768 or [512, 768]"),

@@ -21,9 +21,9 @@ from .schema import MOVED, WORDS, Config
 Key = tuple[str, str]
 """(section, option), in the English spelling."""
 
-KINDS = ("boolean", "number", "integer", "resolution", "text", "local_path", "path_or_hub", "share")
+KINDS = ("boolean", "number", "integer", "resolution", "text", "local_path", "path_or_hub", "share", "tokens")
 PATH_KINDS = ("local_path", "path_or_hub")
-NUMBER_KINDS = ("number", "integer", "resolution", "share")
+NUMBER_KINDS = ("number", "integer", "resolution", "share", "tokens")
 
 FOREIGN: dict[str, Key] = {
     "pretrained_model_name_or_path": ("model", "base_model"),

@@ -21,6 +21,7 @@ from .fields import (
     Share,
     Switch,
     Text,
+    Tokens,
     option,
     section,
 )
@@ -257,12 +258,12 @@ class DataConfig(Section):
         8, pt="variantes_legenda", ge=1, le=1000,
         doc_pt="Versões de cada legenda guardadas no cache quando há embaralhamento ou descarte de etiquetas.",
         doc_en="Versions of each caption kept in the cache when tags are shuffled or dropped.")
-    max_caption_tokens: Literal["auto", 75, 150, 225, 128, 256, 512, 1024] = option(
+    max_caption_tokens: Tokens = option(
         "auto", pt="maximo_tokens",
-        doc_pt="Tokens da legenda que contam; auto: 75 no SD e SDXL (ou 150, 225), os da família nas outras (512 no FLUX; "
-        "1024 só no Qwen-Image).",
-        doc_en="Caption tokens that count; auto: 75 for SD and SDXL (or 150, 225), the family's elsewhere (512 for FLUX; "
-        "1024 for Qwen-Image only).")
+        doc_pt="Tokens da legenda que contam; auto: o usual da família (75 no SD e SDXL, 512 no FLUX). Que outros números "
+        "servem também depende dela.",
+        doc_en="Caption tokens that count; auto: what is usual for the family (75 for SD and SDXL, 512 for FLUX). Which "
+        "other numbers will do depends on it too.")
     cache_dir: LocalPath | None = option(
         None, pt="diretorio_cache",
         doc_pt="Pasta do cache. Sem valor: `.cache` dentro de saida.diretorio.",

@@ -21,7 +21,6 @@ from ..bases.refusal import refusal
 from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import ConfigError, SourceError, t
-from ..files.kinds import Kind
 from ..files.sources import Source
 from ..seam.family import Batch, BlockGroup, Example, Framing, Prepare
 from . import clip_text, prompts
@@ -32,8 +31,6 @@ from .diffusion import DiffusionFamily
 class TransformerFamily(DiffusionFamily):
     prediction_type = "flow"
     formats = ("diffusers", "kohya")
-    kind: ClassVar[Kind]
-    """Of the bases that are the family's."""
     masked: ClassVar[bool] = False
     """Whether prompts of differing length get a mask."""
     text_width: ClassVar[str] = "joint_attention_dim"
@@ -59,12 +56,8 @@ class TransformerFamily(DiffusionFamily):
         self._check_widths()
 
     @classmethod
-    def recognise(cls, source: Source) -> float:
-        return 1.0 if source.looks_like() is cls.kind else 0.0
-
-    @classmethod
     def refuse_others(cls, source: Source) -> None:
-        if source.looks_like() is not cls.kind:
+        if not cls.takes(source):
             raise refusal(source)
 
     @classmethod

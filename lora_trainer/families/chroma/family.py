@@ -23,11 +23,11 @@ from ...config.schema import ModelConfig
 from ...diffusion.packing import PATCH, pack, positions, unpack
 from ...diffusion.prompts import MASK
 from ...diffusion.transformer import TransformerFamily
-from ...files.kinds import Kind
 from ...files.sources import Source
 from ...seam.family import Batch, Example
 from ...seam.slots import Slot, flat
 from ..flux import names
+from .signature import SIGNATURE
 
 TOKENS = 512
 NOT_CHROMAS = ("guidance_embeds", "pooled_projection_dim")
@@ -41,11 +41,10 @@ _MLP = r"ff(?:_context)?\.net\.(?:0\.proj|2)|proj_mlp|proj_out"
 class Chroma(TransformerFamily):
     name = "chroma"
     title = "Chroma"
-    kind = Kind.CHROMA
+    signature = SIGNATURE
     masked = True
     side_multiple = 16
     usual_guidance = 5.0
-    caption_tokens = (128, 256, 512)
     lora_loader = "FluxLoraLoaderMixin"
     patch = PATCH
     timestep_sampling = "parabola"

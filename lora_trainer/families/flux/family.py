@@ -22,11 +22,11 @@ from ...diffusion import clip_text
 from ...diffusion.packing import PATCH, pack, positions, unpack
 from ...diffusion.transformer import TransformerFamily
 from ...errors import SourceError, t
-from ...files.kinds import Kind
 from ...files.sources import Source
 from ...seam.family import Batch, Example
 from ...seam.slots import Slot, flat
 from . import names
+from .signature import SIGNATURE
 
 DEV_TOKENS, SCHNELL_TOKENS = 512, 256
 SCHNELL_STEPS = 4
@@ -40,10 +40,9 @@ _MODULATION = r"norm1?(?:_context)?\.linear"
 class Flux(TransformerFamily):
     name = "flux"
     title = "FLUX.1"
-    kind = Kind.FLUX
+    signature = SIGNATURE
     side_multiple = 16
     usual_guidance = 3.5
-    caption_tokens = (128, 256, 512)
     lora_loader = "FluxLoraLoaderMixin"
     distilled = True
     patch = PATCH

@@ -19,13 +19,13 @@ from ...bases.parts import Transformer, open_parts
 from ...config.schema import ModelConfig
 from ...diffusion import llm_text
 from ...diffusion.transformer import TransformerFamily
-from ...files.kinds import Kind
 from ...files.sources import Source
 from ...seam.family import Batch, Example, Framing
 from ...seam.slots import Slot, flat
 from . import names
 from . import vae as _flux2_vae
 from . import variant as releases
+from .signature import SIGNATURE
 
 TOKENS = 512
 DISTILLED_STEPS = 4
@@ -40,10 +40,9 @@ _MLP = rf"{_DOUBLE}\.ff(?:_context)?\.linear_(?:in|out)"
 class Flux2(TransformerFamily):
     name = "flux2"
     title = "FLUX.2"
-    kind = Kind.FLUX2
+    signature = SIGNATURE
     side_multiple = 16
     usual_guidance = 4.0
-    caption_tokens = (128, 256, 512)
     lora_loader = "Flux2LoraLoaderMixin"
     patch = 1
     sizes: ClassVar = {5.0: "flux2", 10.0: "flux2_klein_9b", 40.0: "flux2_dev"}

@@ -16,7 +16,8 @@ from ...bases.weights import Locate, Piece
 from ...config.names import shown
 from ...diffusion import vae as _vae
 from ...errors import SourceError, t
-from ...files.kinds import Kind, Part
+from ...files import kinds
+from ...files.kinds import Part
 
 PATCH = 2
 CELL = PATCH**2
@@ -71,7 +72,7 @@ def _locate_original(part: Part, levels: int) -> Locate:
 
 
 VAE = Slot(
-    "vae", Kind.VAE, "VAE (flux2-vae.safetensors)", ("vae.",), build, describe, single_file.locate_diffusers_vae(),
+    "vae", kinds.VAE, "VAE (flux2-vae.safetensors)", ("vae.",), build, describe, single_file.locate_diffusers_vae(),
 )  # fmt: skip
 
 

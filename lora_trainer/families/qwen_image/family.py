@@ -21,13 +21,13 @@ from ...diffusion.packing import pack, unpack
 from ...diffusion.prompts import MASK
 from ...diffusion.transformer import TransformerFamily
 from ...errors import SourceError, t
-from ...files.kinds import Kind
 from ...files.sources import Source
 from ...seam.family import Batch, Example, Framing, Prepare
 from ...seam.slots import Slot, flat
 from . import vae as _qwen_vae
 from .names import PATCH, build, derive
 from .ranges import keep_in_range
+from .signature import SIGNATURE
 
 TOKENS = 512
 TEMPLATE = (
@@ -52,11 +52,10 @@ _MODULATION = r"(?:img|txt)_mod\.1"
 class QwenImage(TransformerFamily):
     name = "qwen_image"
     title = "Qwen-Image"
-    kind = Kind.QWEN_IMAGE
+    signature = SIGNATURE
     masked = True
     side_multiple = 16
     usual_guidance = 4.0
-    caption_tokens = (128, 256, 512, 1024)
     lora_loader = "QwenImageLoraLoaderMixin"
     patch = PATCH
     text_parts = ("text_encoder",)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ...bases.parts import Config, Slot
 from ...bases.weights import Locate, Piece
-from ...files.kinds import Kind, Part
+from ...files.kinds import Part
+from .signature import VAE_QWEN
 
 RESNET = {"norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3", "conv2": "residual.6", "conv_shortcut": "shortcut"}
 _OUTSIDE = {
@@ -102,7 +103,7 @@ def derive(part: Part, standard: Config) -> tuple[Config, Locate]:
 
 
 QWEN_VAE = Slot(
-    "vae", Kind.VAE_QWEN, "VAE Qwen-Image (qwen_image_vae.safetensors)", ("vae.", "first_stage_model."), build, derive,
+    "vae", VAE_QWEN, "VAE Qwen-Image (qwen_image_vae.safetensors)", ("vae.", "first_stage_model."), build, derive,
     locate("", 2),
 )  # fmt: skip
 

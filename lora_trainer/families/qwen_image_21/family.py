@@ -20,12 +20,12 @@ from ...diffusion import llm_text
 from ...diffusion.prompts import MASK
 from ...diffusion.transformer import TransformerFamily
 from ...errors import MachineError, t
-from ...files.kinds import Kind
 from ...files.sources import Source
 from ...seam.family import Batch, Example, Framing
 from ...seam.slots import Slot, flat
 from ..qwen_image import vae as _qwen_vae
 from . import vae as _qwen21_vae
+from .signature import SIGNATURE
 from .variant import refuse_unknown, tower_notice, turbo_levels, turbo_notice
 
 TOKENS = 512
@@ -47,12 +47,11 @@ _MLP = r"img_mlp\.(?:gate_layer|proj|out)"
 class QwenImage21(TransformerFamily):
     name = "qwen_image_21"
     title = "Qwen-Image 2.1"
-    kind = Kind.QWEN_IMAGE_21
+    signature = SIGNATURE
     masked = True
     text_width = "context_in_dim"
     side_multiple = 32
     usual_guidance = 1.0
-    caption_tokens = (128, 256, 512, 1024)
     lora_loader = "QwenImageLoraLoaderMixin"
     kohya_as_released = False  # diffusers' reader knows the first Qwen-Image's layers only
     patch = 1

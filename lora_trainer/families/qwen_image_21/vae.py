@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from ...bases.parts import Config, Slot
 from ...bases.weights import Locate, Piece
-from ...files.kinds import Kind, Part
+from ...files.kinds import Part
 from ..qwen_image import vae as _qwen_vae
+from .signature import VAE_QWEN_21
 
 
 def build(config: Mapping[str, Any]) -> nn.Module:
@@ -85,7 +86,7 @@ def derive(part: Part, standard: Config) -> tuple[Config, Locate]:
 
 
 QWEN_21_VAE = Slot(
-    "vae", Kind.VAE_QWEN_21, "VAE do Qwen-Image 2.1 (qwen_image_2.1_vae_bf16.safetensors)", ("vae.", "first_stage_model."),
+    "vae", VAE_QWEN_21, "VAE do Qwen-Image 2.1 (qwen_image_2.1_vae_bf16.safetensors)", ("vae.", "first_stage_model."),
     build, derive, locate("", 2),
 )  # fmt: skip
 

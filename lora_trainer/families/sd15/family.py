@@ -25,16 +25,15 @@ from ...diffusion import unet as _unet
 from ...diffusion import vae as _vae
 from ...diffusion.diffusion import DiffusionFamily
 from ...errors import ConfigError, t
-from ...files.kinds import Kind
 from ...files.sources import Source
 from ...seam.family import Batch, BlockGroup, Example, Framing, Prepare
-
-RELEASES = {Kind.SD1: "sd1", Kind.SD2: "sd2"}
+from .signature import SIGNATURE
 
 
 class SD15(DiffusionFamily):
     name = "sd15"
     title = "Stable Diffusion 1.x/2.x"
+    signature = SIGNATURE
     formats = ("kohya", "diffusers")
     side_multiple = 64
     lora_targets: ClassVar[dict[str, str]] = _unet.LORA_TARGETS
@@ -42,7 +41,7 @@ class SD15(DiffusionFamily):
 
     def __init__(self, source: Source, settings: ModelConfig, networks: Networks, chunks: clip_text.Chunks) -> None:
         self.source, self.settings, self.chunks = source, settings, chunks
-        self.release = RELEASES[source.looks_like()]
+        self.release = source.looks_like().name
         self.token_limit = chunks.count * clip_text.CHUNK
         self.components = networks.components
         self.notices = list(networks.notices)
@@ -55,22 +54,18 @@ class SD15(DiffusionFamily):
         self.scaling_factor = float(self.components["vae"].config.get("scaling_factor", 0.18215))
 
     @classmethod
-    def recognise(cls, source: Source) -> float:
-        return 1.0 if source.looks_like() in RELEASES else 0.0
-
-    @classmethod
     def shipped_architecture(cls) -> Path:
         return _architecture.shipped_folder("sd1")
 
     @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "SD15":
-        kind = source.looks_like()
-        if kind not in RELEASES:
+        if not cls.takes(source):
             raise refusal(source)
-        networks = open_networks(source, settings, RELEASES[kind])
+        release = source.looks_like().name
+        networks = open_networks(source, settings, release)
         encoder = networks.components["text_encoder"].config
-        _check_clip_skip(settings.clip_skip, RELEASES[kind], int(encoder.get("num_hidden_layers", 12)))
-        standard = _architecture.shipped(RELEASES[kind], "tokenizer")
+        _check_clip_skip(settings.clip_skip, release, int(encoder.get("num_hidden_layers", 12)))
+        standard = _architecture.shipped(release, "tokenizer")
         tokenizer = tokenizers.find_tokenizer(source, settings.tokenizer, "tokenizer", standard)
         chunks = clip_text.make_chunks(tokenizer, max_caption_tokens, int(encoder.get("vocab_size", 49408)), source.what)
         return cls(source, settings, networks, chunks)

@@ -22,12 +22,12 @@ from ...config.schema import ModelConfig
 from ...diffusion import clip_text
 from ...diffusion.transformer import TransformerFamily
 from ...errors import ConfigError, t
-from ...files.kinds import Kind
 from ...files.sources import Source
 from ...layouts import fused
 from ...seam.family import Batch, Example
 from . import names as _sd3_names
 from .parts import SLOTS, build, refuse_flux_vae
+from .signature import SIGNATURE
 
 TOKENS = 256
 PATCH = 2
@@ -41,10 +41,9 @@ _MODULATION = r"norm1(?:_context)?\.linear"
 class SD3(TransformerFamily):
     name = "sd3"
     title = "Stable Diffusion 3"
-    kind = Kind.SD3
+    signature = SIGNATURE
     side_multiple = 16
     usual_guidance = 4.5
-    caption_tokens = (128, 256, 512)
     lora_loader = "SD3LoraLoaderMixin"
     kohya_as_released = False  # diffusers reads no kohya files of SD3; ComfyUI and Forge do
     patch = PATCH

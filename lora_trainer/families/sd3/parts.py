@@ -15,7 +15,8 @@ from ...bases.parts import CLIP_L, T5_XXL, VAE, Config, Slot
 from ...bases.weights import Locate
 from ...engine.tracker import count_transfer, host_memory
 from ...errors import SourceError, t
-from ...files.kinds import Kind, Part
+from ...files.kinds import CLIP_G as CLIP_G_FILE
+from ...files.kinds import Part
 
 FLUX_SCALING = 0.3611
 """Of another VAE with the same shapes."""
@@ -28,7 +29,7 @@ def _describe_clip_g(part: Part, standard: Config) -> tuple[Config, Locate]:
 
 
 CLIP_G = replace(
-    CLIP_L, part="text_encoder_2", kind=Kind.CLIP_G, title="CLIP-G (clip_g.safetensors)",
+    CLIP_L, part="text_encoder_2", kind=CLIP_G_FILE, title="CLIP-G (clip_g.safetensors)",
     prefixes=("text_encoders.clip_g.",), describe=_describe_clip_g,
 )  # fmt: skip
 SLOTS: tuple[Slot, ...] = (

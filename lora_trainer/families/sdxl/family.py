@@ -25,9 +25,9 @@ from ...diffusion import unet as _unet
 from ...diffusion import vae as _vae
 from ...diffusion.diffusion import DiffusionFamily
 from ...errors import ConfigError, t
-from ...files.kinds import Kind
 from ...files.sources import Source
 from ...seam.family import Batch, BlockGroup, Example, Framing, Prepare
+from .signature import SIGNATURE
 
 TEXT_PARTS = ("text_encoder", "text_encoder_2")
 PENULTIMATE = 2
@@ -36,6 +36,7 @@ PENULTIMATE = 2
 class SDXL(DiffusionFamily):
     name = "sdxl"
     title = "SDXL"
+    signature = SIGNATURE
     formats = ("kohya", "diffusers")
     side_multiple = 32
     lora_targets: ClassVar[dict[str, str]] = _unet.LORA_TARGETS
@@ -57,16 +58,12 @@ class SDXL(DiffusionFamily):
         self.scaling_factor = float(self.components["vae"].config.get("scaling_factor", 0.13025))
 
     @classmethod
-    def recognise(cls, source: Source) -> float:
-        return 1.0 if source.looks_like() is Kind.SDXL else 0.0
-
-    @classmethod
     def shipped_architecture(cls) -> Path:
         return _architecture.shipped_folder("sdxl")
 
     @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "SDXL":
-        if source.looks_like() is not Kind.SDXL:
+        if not cls.takes(source):
             raise refusal(source)
         if settings.clip_skip > PENULTIMATE:
             raise ConfigError(

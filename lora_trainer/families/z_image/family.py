@@ -24,12 +24,12 @@ from ...diffusion import llm_text
 from ...diffusion.prompts import MASK
 from ...diffusion.transformer import TransformerFamily
 from ...engine.host import is_fake
-from ...files.kinds import Kind
 from ...files.sources import Source
 from ...seam.family import Batch, Example, Prepare
 from ...seam.slots import Slot, flat
 from . import names
 from .ranges import keep_in_range
+from .signature import SIGNATURE
 from .variant import TURBO_STEPS, omni_refusal, turbo_notice, variant_of
 
 TOKENS, PATCH = 512, 2
@@ -49,12 +49,11 @@ _MODULATION = r"adaLN_modulation\.0"
 class ZImage(TransformerFamily):
     name = "z_image"
     title = "Z-Image"
-    kind = Kind.Z_IMAGE
+    signature = SIGNATURE
     masked = True
     text_width = "cap_feat_dim"
     side_multiple = 16
     usual_guidance = 5.0
-    caption_tokens = (128, 256, 512)
     lora_loader = "ZImageLoraLoaderMixin"
     patch = PATCH
     training_shift = "resolution"
