@@ -12,7 +12,7 @@ from transformers import T5EncoderModel
 
 from lora_trainer.bases import architecture
 from lora_trainer.bases.parts import build_t5
-from lora_trainer.families.chroma.family import build
+from lora_trainer.families.chroma.network import build
 
 from . import flux_bases
 from .flux_bases import original_state, randomised, to_fp8, write_gguf, write_t5_tokenizer

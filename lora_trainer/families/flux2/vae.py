@@ -110,3 +110,12 @@ def unpatchify(latents: Tensor) -> Tensor:
     batch, channels, height, width = latents.shape
     cells = latents.reshape(batch, channels // CELL, PATCH, PATCH, height, width)
     return cells.permute(0, 1, 4, 2, 5, 3).reshape(batch, channels // CELL, height * PATCH, width * PATCH)
+
+
+def shape(config: Mapping[str, Any], size: tuple[int, int]) -> tuple[int, int, int]:
+    """(4C, H, W) of the latents of a picture of `size` (width, height) pixels."""
+    channels, height, width = _vae.shape(config, size)
+    return channels * CELL, height // PATCH, width // PATCH
+
+
+LATENTS = _vae.Latents(encode, decode, shape)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...bases.parts import Config, Slot
 from ...bases.weights import Locate, Piece
+from ...diffusion.vae import Latents
 from ...files.kinds import Part
 from .signature import VAE_QWEN
 
@@ -116,6 +117,12 @@ def factor(config: Mapping[str, Any]) -> int:
     return int(2 ** len(config["temperal_downsample"]))
 
 
+def shape(config: Mapping[str, Any], size: tuple[int, int]) -> tuple[int, int, int]:
+    """(C, H, W) of the latents of a picture of `size` (width, height) pixels."""
+    width, height = (side // factor(config) for side in size)
+    return int(config["z_dim"]), height, width
+
+
 @torch.no_grad()
 def encode(vae: nn.Module, pixels: Tensor) -> Tensor:
     """(B, 3, H, W) in [-1, 1] -> float32 (B, C, H/8, W/8) on the CPU: the posterior's mean, of unit deviation."""
@@ -140,3 +147,6 @@ def _statistics(vae: nn.Module, like: Tensor) -> tuple[Tensor, Tensor]:
     return tuple(  # type: ignore[return-value]
         torch.tensor(values, device=like.device).view(1, -1, 1, 1) for values in (config.latents_mean, config.latents_std)
     )
+
+
+LATENTS = Latents(encode, decode, shape)

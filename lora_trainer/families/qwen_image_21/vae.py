@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...bases.parts import Config, Slot
 from ...bases.weights import Locate, Piece
+from ...diffusion.vae import Latents
 from ...files.kinds import Part
 from ..qwen_image import vae as _qwen_vae
 from .signature import VAE_QWEN_21
@@ -104,3 +105,6 @@ def decode(vae: nn.Module, latents: Tensor) -> Tensor:
     drawn = _qwen_vae.decode(vae, latents)
     colours, alpha = drawn[:, :3], (drawn[:, 3:] + 1) / 2
     return colours * alpha + (1 - alpha)
+
+
+LATENTS = Latents(encode, decode, _qwen_vae.shape)
