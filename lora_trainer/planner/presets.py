@@ -1,11 +1,12 @@
 """What the presets come to: a prediction for each, and the comment lines in presets/*.yaml that state it.
 
-`python -m lora_trainer.planner.presets` rewrites those lines. A preset says what is trained and in which micro-batches; how
-it fits is the planner's to solve, for the card the preset is made for.
+`python -m lora_trainer.planner.presets [family…]` rewrites those lines; without a family, all of them. A preset says what is
+trained and in which micro-batches; how it fits is the planner's to solve, for the card the preset is made for.
 """
 
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,11 @@ def card_of(name: str) -> Choice:
     return Choice(torch.device("cpu"), None, name, preset_budget(name), base_allowance(COMMON, "Linux"), "")
 
 
-def write_peaks(predict: Predict, folder: Path = presets.FOLDER) -> None:
-    """Put the predicted peak of each family, or of each of its sizes, into the comment under its name, in every preset."""
+def write_peaks(predict: Predict, folder: Path = presets.FOLDER, families: Collection[str] = ()) -> None:
+    """Put the predicted peak of each family, or of each of its sizes, into the comment under its name, in every preset.
+
+    Of the `families` asked for; of all, if none is.
+    """
     for name in presets.names():
         path = folder / f"{name}.yaml"
         base, family, lines = "", "", []
@@ -100,7 +104,8 @@ def write_peaks(predict: Predict, folder: Path = presets.FOLDER) -> None:
                 base = f"model.family={family}"
             elif match := _SIZE_LINE.match(line):
                 base = f"model.architecture={family_class(family).sizes[float(match[1])]}"
-            lines.append(_with_peak(line, path, name, base, predict) if MARK in line else line)
+            asked = MARK in line and (not families or family in families)
+            lines.append(_with_peak(line, path, name, base, predict) if asked else line)
         with replacing(path) as temporary:
             temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -122,4 +127,6 @@ def _plan_text(values: Mapping[names.Key, Any]) -> str:
 
 
 if __name__ == "__main__":
-    write_peaks(predict_with_previews)
+    if unknown := set(sys.argv[1:]) - set(presets.families()):
+        sys.exit(f"no family: {', '.join(sorted(unknown))}")
+    write_peaks(predict_with_previews, families=sys.argv[1:])

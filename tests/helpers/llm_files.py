@@ -8,8 +8,9 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from transformers import Qwen2Tokenizer
+from transformers import Mistral3Config, Mistral3ForConditionalGeneration, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from lora_trainer.diffusion.llm_text import MODELS, gguf_key
 
@@ -26,6 +27,14 @@ CHAT = (
 )
 """What Qwen3's template comes to for one message of a user."""
 
+MISTRAL_MARKS = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "<pad>"]
+MISTRAL_IMAGES = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+MISTRAL_CHAT = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}[SYSTEM_PROMPT]{{ m.content[0].text }}[/SYSTEM_PROMPT]"
+    "{% else %}[INST]{{ m.content[0].text }}[/INST]{% endif %}{% endfor %}"
+)
+"""What Mistral Small's template comes to for a system message and one of a user."""
+
 
 def write_qwen_tokenizer(folder: Path, texts: Sequence[str] = (), special: Sequence[str] = ()) -> int:
     """A real Qwen tokenizer to which each word of TEXTS (and of `texts`) is one token; returns the size of its vocabulary."""
@@ -35,6 +44,21 @@ def write_qwen_tokenizer(folder: Path, texts: Sequence[str] = (), special: Seque
     trained.chat_template = CHAT
     trained.save_pretrained(folder)
     return len(trained)
+
+
+def write_mistral_tokenizer(folder: Path) -> int:
+    """A real byte-level tokenizer with Mistral's marks."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = MISTRAL_MARKS + MISTRAL_IMAGES
+    made.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=600, special_tokens=special, initial_alphabet=alphabet))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>", padding_side="left",
+        chat_template=MISTRAL_CHAT,
+    )  # fmt: skip
+    tokenizer.save_pretrained(folder)
+    return len(tokenizer)
 
 
 def tiny_text_config(model: str, vocabulary: int, *, width: int = 32, layers: int = 2) -> dict[str, Any]:
@@ -79,6 +103,19 @@ def body_of(whole: nn.Module) -> nn.Module:
     """What an encoder is made of."""
     inner: Any = whole.model
     return getattr(inner, "language_model", inner)
+
+
+def with_vision(whole: nn.Module) -> nn.Module:
+    """A Mistral with the vision tower that it has in folders."""
+    vision = {
+        "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "head_dim": 16, "patch_size": 16, "image_size": 32,
+    }  # fmt: skip
+    text: Any = whole.config
+    config = Mistral3Config(text_config=text.to_dict(), vision_config=vision, image_token_index=8)
+    made: Any = Mistral3ForConditionalGeneration(config)
+    made.model.language_model.load_state_dict(body_of(whole).state_dict())
+    return made.eval().float()
 
 
 def comfy_state(whole: nn.Module) -> dict[str, Tensor]:

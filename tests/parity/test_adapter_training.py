@@ -136,7 +136,7 @@ def test_peaks_are_predicted(name, kind, changes, tmp_path):
     if name == "flux":
         released = json.loads((family_class(name).shipped_architecture() / "transformer" / "config.json").read_text("utf-8"))
         (tmp_path / "transformer").mkdir()
-        (tmp_path / "transformer" / "config.json").write_text(json.dumps(released | of(name).NARROW))
+        (tmp_path / "transformer" / "config.json").write_text(json.dumps(released | of(name).tiny.narrow))
     found = options(name, kind, *MEMORY[changes])
     if name == "flux":
         found["model"] = {"architecture": str(tmp_path), "lora_rank": 4, **KINDS[kind]}

@@ -7,8 +7,7 @@ import pytest
 import torch
 from diffusers import Flux2KleinPipeline
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
-from helpers.bases import close
-from helpers.flux2_bases import write_folder
+from helpers.bases import close, of
 
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.families import resolve
@@ -20,10 +19,10 @@ CAPTION = "a photo of a cat on red"
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["base", "distilled", "dev"])
+@pytest.fixture(scope="module", params=["", "distilled", "dev"], ids=["base", "distilled", "dev"])
 def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Flux2]:
     folder = tmp_path_factory.mktemp("flux2")
-    write_folder(folder, request.param)
+    of("flux2", request.param).write_folder(folder)
     kind = diffusers.Flux2Pipeline if request.param == "dev" else Flux2KleinPipeline
     pipeline = kind.from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
-from helpers.bases import close
-from helpers.sd3_bases import write_folder
+from helpers.bases import Base, close, of
 
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.families import resolve
@@ -16,14 +15,14 @@ from lora_trainer.seam.family import Framing, Sampling
 CAPTION = "a photo of a cat on red"
 LONG = ", ".join([CAPTION] * 12)
 CPU = torch.device("cpu")
-BASES: dict[str, dict[str, bool]] = {"3.5": {}, "3.5 without T5": {"t5": False}, "3": {"first": True}}
+BASES: dict[str, Base] = {"3.5": of("sd3"), "3.5 without T5": of("sd3").without("text_encoder_3"), "3": of("sd3", "medium")}
 
 
 @pytest.fixture(scope="module", params=BASES.values(), ids=BASES)
 def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, SD3]:
     folder = tmp_path_factory.mktemp("sd3")
-    write_folder(folder, **request.param)
-    left_out = {} if request.param.get("t5", True) else {"text_encoder_3": None, "tokenizer_3": None}
+    request.param.write_folder(folder)
+    left_out = {"text_encoder_3": None, "tokenizer_3": None} if request.param.absent else {}
     pipeline = StableDiffusion3Pipeline.from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True, **left_out)
     pipeline.set_progress_bar_config(disable=True)
     family = resolve(ModelConfig(base_model=str(folder)), DataConfig())

@@ -33,7 +33,7 @@ def test_random_weights(tmp_path, name, options):
     """The released architecture, narrowed."""
     released = json.loads((family_class(name).shipped_architecture() / "transformer" / "config.json").read_text("utf-8"))
     (tmp_path / "transformer").mkdir()
-    (tmp_path / "transformer" / "config.json").write_text(json.dumps(released | of(name).NARROW))
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps(released | of(name).tiny.narrow))
     model = {"architecture": str(tmp_path), "lora_rank": 16}
     compare(Case(name, (128, 128), options={**options, "model": model, "data": shortest(name)}), None)
 

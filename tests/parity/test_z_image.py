@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import ZImagePipeline
-from helpers.bases import close
-from helpers.z_image_bases import write_folder
+from helpers.bases import close, of
 
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.families import resolve
@@ -17,10 +16,10 @@ CAPTIONS = ["a photo of a cat on red", "a cat", "a red cat <|im_end|> of texture
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["base", "turbo"])
+@pytest.fixture(scope="module", params=["", "turbo"], ids=["base", "turbo"])
 def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ZImage]:
     folder = tmp_path_factory.mktemp("z_image")
-    write_folder(folder, request.param)
+    of("z_image", request.param).write_folder(folder)
     pipeline = ZImagePipeline.from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     family = resolve(ModelConfig(base_model=str(folder)), DataConfig())

@@ -51,7 +51,8 @@ def write_base(folder: Path, release: str, *, single_file: bool) -> dict[str, st
     if single_file:
         write_single_file(folder / "base.safetensors", release)
         return {"modelo_base": "base.safetensors", "tokenizador": "words"}
-    (bases.of(release).write_folder if release in bases.NAMES else partial(write_folder, release=release))(folder / "base")
+    write = bases.of(release).write_folder if release in bases.NAMES else partial(write_folder, release=release)
+    write(folder / "base")
     return {"modelo_base": "base"}
 
 

@@ -15,7 +15,7 @@ TARGETS = {"alvos_lora": "tudo", "classificacao_lora": 4, "alfa_lora": 8}
 FORMATS = [(name, layout) for name in NAMES for layout in family_class(name).formats]
 
 
-@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kind in KINDED if kind != of(name).KINDS[0]])
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kind in KINDED if kind != of(name).tiny.kinds[0]])
 def test_every_kind_of_base(tmp_path, capsys, name, kind):
     config = make(tmp_path, name, treino={"epocas": 1})
     words = [f"modelo.{option}={value}" for option, value in written(name, kind)[0].items()]

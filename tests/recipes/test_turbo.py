@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import bases
-from helpers.z_image_bases import write_folder
 from PIL import Image
 from recipe import draw_images, events, run
 from safetensors.torch import load_file, save_file
@@ -16,7 +15,7 @@ DRAWN = {"prompts": ["a cat"], "passos": 1}
 @pytest.fixture
 def config(tmp_path):
     """A Turbo folder, a training adapter as ai-toolkit writes it, images."""
-    modules = write_folder(tmp_path / "base", "turbo")
+    modules = bases.of("z_image", "turbo").write_folder(tmp_path / "base")
     draw_images(tmp_path / "fotos")
     generator, tensors = torch.Generator().manual_seed(0), {}
     for name, layer in modules["transformer"].named_modules():

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 from diffusers import ChromaTransformer2DModel
-from helpers import chroma_bases
-from helpers.bases import plain, weights, written
-from helpers.flux_bases import original_state, write_gguf
+from helpers.bases import of, plain, weights, write_gguf, written
+from helpers.flux_converter import converted
 from safetensors.torch import load_file, save_file
 
 from lora_trainer import adapters
+from lora_trainer.bases.parts import build_t5
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.errors import SourceError
 from lora_trainer.families import resolve
@@ -27,8 +27,8 @@ def opened(options: dict[str, str], **more: Any) -> Chroma:
 
 
 def test_our_names_are_the_converters():
-    transformer = chroma_bases.random_modules(chroma_bases.tiny_configs(60))["transformer"]
-    theirs = chroma_bases.converted(original_state(transformer))
+    transformer = of("chroma").modules()["transformer"]
+    theirs = converted("chroma", of("chroma").stored_transformer(transformer))
     own = transformer.state_dict()
     assert theirs.keys() == own.keys()
     assert all(torch.equal(theirs[key], own[key]) for key in own)
@@ -36,14 +36,14 @@ def test_our_names_are_the_converters():
 
 def test_the_sizes_of_all_networks_are_read_off_the_files():
     family = opened(plain("chroma"))
-    expected = chroma_bases.tiny_configs(family.components["text_encoder"].config["vocab_size"])["transformer"]
+    expected = of("chroma").configs()["transformer"]
     assert family.components["transformer"].config == expected
 
 
 @pytest.mark.parametrize("arch", ["chroma", "flux"])
 def test_gguf_files_name_either_architecture(tmp_path, arch):
     options, modules = written("chroma", "fp32")
-    write_gguf(tmp_path / "x.gguf", original_state(modules["transformer"]), arch=arch)
+    write_gguf(tmp_path / "x.gguf", of("chroma").stored_transformer(modules["transformer"]), arch=arch)
     ours = weights(opened({**options, "base_model": str(tmp_path / "x.gguf")}).load_model(CPU, torch.float32)["transformer"])
     own = modules["transformer"].state_dict()
     assert all((ours[key] - value).abs().max() <= 0.01 * value.abs().max() for key, value in own.items())
@@ -79,7 +79,7 @@ def test_t5_given_as_vae_is_told_its_place():
 def test_parts_of_another_model_are_refused_by_their_width(tmp_path):
     options, modules = written("chroma", "fp32")
     config = modules["text_encoder"].config.to_dict() | {"d_model": 64}
-    state = chroma_bases.build_t5(config).state_dict()
+    state = build_t5(config).state_dict()
     state["shared.weight"] = state.pop("encoder.embed_tokens.weight")
     save_file(state, tmp_path / "t5.safetensors")
     with pytest.raises(SourceError, match="largura 64"):

@@ -8,8 +8,7 @@ import pytest
 import torch
 from diffusers.loaders.lora_conversion_utils import _convert_kohya_flux2_lora_to_diffusers
 from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkpoint_to_diffusers
-from helpers.bases import weights, written
-from helpers.flux2_bases import original_state, original_vae, random_modules, tiny_configs, write_files, write_folder
+from helpers.bases import of, weights, written
 from helpers.llm_files import comfy_state, tiny_text_config, whole_model
 from safetensors.torch import load_file, save_file
 
@@ -25,7 +24,8 @@ from lora_trainer.layouts import fused
 from lora_trainer.layouts.lora import LoraModule
 
 CPU = torch.device("cpu")
-DEPTH, MANY = 4, 60
+DEPTH = 4
+KLEIN, DEV = of("flux2"), of("flux2", "dev")
 
 
 def opened(options: dict[str, str], *, planning: bool = False, **more: Any) -> Flux2:
@@ -40,7 +40,7 @@ def files(kind: str = "fp32") -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def dev(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Any]:
-    return write_files(tmp_path_factory.mktemp("dev"), dev=True)
+    return DEV.write_files(tmp_path_factory.mktemp("dev"))
 
 
 def save(path: Path, state: dict[str, torch.Tensor]) -> str:
@@ -48,14 +48,14 @@ def save(path: Path, state: dict[str, torch.Tensor]) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("model", ["qwen3", "mistral"])
-def test_our_names_are_the_converters(model):
-    transformer = random_modules(tiny_configs(model, MANY), model)["transformer"]
-    state, own = original_state(transformer), transformer.state_dict()
+@pytest.mark.parametrize("base", [KLEIN, DEV], ids=["qwen3", "mistral"])
+def test_our_names_are_the_converters(base):
+    transformer = base.modules()["transformer"]
+    state, own = base.stored_transformer(transformer), transformer.state_dict()
     theirs = convert_flux2_transformer_checkpoint_to_diffusers(dict(state))
     assert theirs.keys() == own.keys()
     assert all(torch.equal(theirs[key], own[key]) for key in own)
-    assert ("guidance_in.in_layer.weight" in state) == (model == "mistral")
+    assert ("guidance_in.in_layer.weight" in state) == (base is DEV)
 
 
 def test_norms_may_be_spelled_weight(tmp_path):
@@ -80,7 +80,7 @@ def test_a_transformer_under_diffusers_names_in_one_file(tmp_path):
 
 def test_the_vaes_file_is_black_forest_labs():
     """As diffusers' scripts/convert_flux2_to_diffusers.py reads it."""
-    names = original_vae(random_modules(tiny_configs("qwen3", MANY), "qwen3")["vae"])
+    names = KLEIN.stored_vae(KLEIN.modules()["vae"])
     assert {
         "bn.running_mean", "bn.running_var", "encoder.quant_conv.weight", "decoder.post_quant_conv.bias",
         "encoder.down.3.block.0.conv1.weight", "decoder.up.0.block.0.conv1.weight", "encoder.mid.attn_1.q.weight",
@@ -90,11 +90,11 @@ def test_the_vaes_file_is_black_forest_labs():
 
 def test_a_vae_with_diffusers_names_and_a_narrower_decoder(tmp_path):
     """FLUX.2-small-decoder."""
-    configs = tiny_configs("qwen3", MANY)
+    configs = KLEIN.configs()
     configs["vae"]["decoder_block_out_channels"] = [32, 32, 64, 64]
-    vae = random_modules(configs, "qwen3")["vae"]
+    vae = KLEIN.modules(configs)["vae"]
     own = {key: value for key, value in vae.state_dict().items() if key != "bn.num_batches_tracked"}
-    for name, state in (("diffusers", own), ("original", original_vae(vae))):
+    for name, state in (("diffusers", own), ("original", KLEIN.stored_vae(vae))):
         family = opened({**files(), "vae": save(tmp_path / f"{name}.safetensors", state)})
         ours = family.load_vae(CPU, torch.float32).state_dict()
         assert ours.keys() == own.keys()
@@ -164,7 +164,7 @@ def test_a_mistral_without_the_layers_that_nobody_asks_for(dev, tmp_path):
 
 
 def test_a_distilled_klein_is_told(tmp_path):
-    write_folder(tmp_path / "x", "distilled")
+    of("flux2", "distilled").write_folder(tmp_path / "x")
     family = opened({"base_model": str(tmp_path / "x")})
     assert any("destilado para 4 passos" in notice for notice in family.notices)
     assert (family.distilled, family.usual_steps) == (True, 4)
@@ -215,7 +215,7 @@ def test_a_4_bit_folder_is_read_bit_for_bit(tmp_path):
     """As `save_pretrained` writes a transformer under BitsAndBytesConfig(load_in_4bit=True); nothing outside has a bias."""
     import bitsandbytes as bnb
 
-    modules = write_folder(tmp_path / "x")
+    modules = KLEIN.write_folder(tmp_path / "x")
     state, expected = {}, {}
     for key, value in modules["transformer"].state_dict().items():
         if value.ndim == 2:

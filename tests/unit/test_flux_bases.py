@@ -5,16 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.bases import weights, written
-from helpers.flux_bases import (
-    converted,
-    original_state,
-    random_modules,
-    tiny_configs,
-    write_files,
-    write_folder,
-    write_gguf,
-)
+from helpers.bases import of, weights, write_gguf, written
+from helpers.flux_converter import converted
 from safetensors.torch import load_file, save_file
 
 from lora_trainer.bases.components import BUILDERS
@@ -43,9 +35,9 @@ def opened(options: dict[str, str], **more: Any) -> Flux:
     return family
 
 
-def test_our_names_are_the_converters(monkeypatch):
-    transformer = random_modules(tiny_configs(60, 60))["transformer"]
-    theirs = converted(original_state(transformer), monkeypatch)
+def test_our_names_are_the_converters():
+    transformer = of("flux").modules()["transformer"]
+    theirs = converted("flux", of("flux").stored_transformer(transformer))
     own = transformer.state_dict()
     assert theirs.keys() == own.keys()
     assert all(torch.equal(theirs[key], own[key]) for key in own)
@@ -92,7 +84,7 @@ def test_a_4_bit_folder_is_read_bit_for_bit(tmp_path):
     """As `save_pretrained` writes a transformer under BitsAndBytesConfig(load_in_4bit=True)."""
     import bitsandbytes as bnb
 
-    modules = write_folder(tmp_path / "flux")
+    modules = of("flux").write_folder(tmp_path / "flux")
     file = tmp_path / "flux" / "transformer" / "diffusion_pytorch_model.safetensors"
     state, expected = {}, {}
     for key, value in modules["transformer"].state_dict().items():
@@ -142,7 +134,7 @@ def test_parts_of_another_model_are_refused_by_their_width(bases, tmp_path):
 
 
 def test_schnell_is_told(tmp_path):
-    options, _ = write_files(tmp_path, guidance=False)
+    options, _ = of("flux", "schnell").write_files(tmp_path)
     family = opened(options)
     assert any("schnell" in notice for notice in family.notices)
     assert family.tokens == 256
@@ -183,7 +175,7 @@ def test_gguf_kinds_that_cannot_stay_packed_are_unpacked_and_said(bases, tmp_pat
 
     kind, rng = GGMLQuantizationType.IQ4_NL, np.random.default_rng(0)
     writer, expected = GGUFWriter(tmp_path / "flux.gguf", "flux"), {}
-    for key, value in original_state(bases["fp32"][1]["transformer"]).items():
+    for key, value in of("flux").stored_transformer(bases["fp32"][1]["transformer"]).items():
         if value.ndim == 2:
             blocks = rng.integers(0, 256, (value.shape[0], value.shape[1] // 32, 18), dtype=np.uint8)
             blocks[..., :2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import bases
-from helpers.flux_bases import write_gguf
+from helpers.bases import write_gguf
 from helpers.llm_files import comfy_state, tiny_text_config, whole_model, write_llm_gguf
-from helpers.qwen_image_21_bases import fused_state, wan_state
 from safetensors.torch import load_file, save_file
 
 from lora_trainer import adapters
@@ -25,6 +24,7 @@ from lora_trainer.layouts.read import read_lora
 from lora_trainer.seam.family import Sampling
 
 CPU = torch.device("cpu")
+BASE = bases.of("qwen_image_21")
 OPTIONS, MODULES = bases.written("qwen_image_21", "fp32")
 
 
@@ -48,13 +48,13 @@ def test_the_vaes_names_are_wans():
         "decoder.up_blocks.0.upsampler.time_conv.bias": "decoder.upsamples.0.upsamples.3.time_conv.bias",
     }
     assert {name: qwen21_vae.original(name, 2) for name in pairs} == pairs
-    assert wan_state(MODULES["vae"])["decoder.head.2.weight"].shape == (4, 6, 1, 3, 3)
+    assert BASE.stored_vae(MODULES["vae"])["decoder.head.2.weight"].shape == (4, 6, 1, 3, 3)
 
 
 def test_a_vae_without_its_layers_for_time_or_with_diffusers_names(tmp_path):
     """One frame has no use for them."""
     named = dict(MODULES["vae"].state_dict())
-    for number, state in enumerate((named, {k: v for k, v in wan_state(MODULES["vae"]).items() if "time_conv" not in k})):
+    for number, state in enumerate((named, {k: v for k, v in BASE.stored_vae(MODULES["vae"]).items() if "time_conv" not in k})):
         path = tmp_path / f"{number}.safetensors"
         save_file({key: value.clone() for key, value in state.items()}, path)
         family = opened(OPTIONS, vae=str(path))
@@ -75,7 +75,7 @@ def test_a_transformer_with_diffusers_names(tmp_path):
 
 
 def test_gate_stands_above_value():
-    state, whole = fused_state(MODULES["transformer"]), dict(MODULES["transformer"].state_dict())
+    state, whole = BASE.stored_transformer(MODULES["transformer"]), dict(MODULES["transformer"].state_dict())
     fused = load_file(OPTIONS["base_model"])["transformer_blocks.1.img_mlp.gate_up.weight"]
     assert torch.equal(fused, state["transformer_blocks.1.img_mlp.gate_up.weight"])
     loaded: Any = opened(OPTIONS).load_model(CPU, torch.float32)["transformer"]
@@ -87,7 +87,7 @@ def test_gate_stands_above_value():
 @pytest.mark.parametrize("arch", ["qwen_image", "qwen_image21", "flux"])
 def test_gguf_is_told_by_its_tensors(tmp_path, arch):
     """Those that are about name all kinds of architecture, or none."""
-    write_gguf(tmp_path / "x.gguf", fused_state(MODULES["transformer"]), arch=arch)
+    write_gguf(tmp_path / "x.gguf", BASE.stored_transformer(MODULES["transformer"]), arch=arch)
     assert open_source(str(tmp_path / "x.gguf")).looks_like().name == "qwen_image_21"
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 from helpers import bases
-from helpers.flux_bases import write_gguf
+from helpers.bases import write_gguf
 from helpers.llm_files import tiny_text_config, whole_model, write_llm_gguf
-from helpers.qwen_image_bases import random_modules, tiny_configs, wan_state
 from safetensors.torch import load_file, save_file
 
 from lora_trainer.config.schema import DataConfig, ModelConfig
@@ -31,8 +30,8 @@ def opened(options: dict[str, str], **more: Any) -> QwenImage:
 
 
 def test_the_vaes_names_are_the_converters():
-    vae = random_modules(tiny_configs(600))["vae"]
-    theirs = convert_wan_vae_to_diffusers(wan_state(vae))
+    vae = bases.of("qwen_image").modules()["vae"]
+    theirs = convert_wan_vae_to_diffusers(bases.of("qwen_image").stored_vae(vae))
     own = vae.state_dict()
     assert theirs.keys() == own.keys()
     assert all(torch.equal(theirs[key], own[key]) for key in own)

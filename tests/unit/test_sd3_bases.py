@@ -6,15 +6,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
-from helpers.sd3_bases import (
-    LAYERS,
-    original_state,
-    random_modules,
-    tiny_configs,
-    write_files,
-    write_folder,
-    write_gguf,
-)
+from helpers.bases import of, write_gguf
 from safetensors.torch import load_file, save_file
 
 from lora_trainer.adapters import inject
@@ -34,11 +26,13 @@ from lora_trainer.layouts import fused
 from lora_trainer.layouts.lora import LoraModule
 
 CPU = torch.device("cpu")
+BASE, MEDIUM = of("sd3"), of("sd3", "medium")
+LAYERS = 4
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], dict[str, Any]]:
-    return write_files(tmp_path_factory.mktemp("sd3"))
+    return BASE.write_files(tmp_path_factory.mktemp("sd3"))
 
 
 def opened(options: dict[str, str], **more: Any) -> SD3:
@@ -47,20 +41,21 @@ def opened(options: dict[str, str], **more: Any) -> SD3:
     return family
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["3.5", "3"])
-def test_our_names_are_the_converters(first):
-    transformer = random_modules(tiny_configs(60, 60, first=first))["transformer"]
-    own, theirs = transformer.state_dict(), convert_sd3_transformer_checkpoint_to_diffusers(original_state(transformer))
+@pytest.mark.parametrize("made", [BASE, MEDIUM], ids=["3.5", "3"])
+def test_our_names_are_the_converters(made):
+    transformer = made.modules()["transformer"]
+    own = transformer.state_dict()
+    theirs = convert_sd3_transformer_checkpoint_to_diffusers(made.stored_transformer(transformer))
     assert theirs.keys() == own.keys()
     assert all(torch.equal(theirs[key], own[key]) for key in own)
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["3.5", "3"])
+@pytest.mark.parametrize("made", [BASE, MEDIUM], ids=["3.5", "3"])
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
-def test_the_architecture_is_read_off_the_header(tmp_path, first, prefix):
-    modules = random_modules(tiny_configs(60, 60, first=first))
+def test_the_architecture_is_read_off_the_header(tmp_path, made, prefix):
+    modules = made.modules()
     wanted = dict(modules["transformer"].config)
-    for state in (original_state(modules["transformer"]), modules["transformer"].state_dict()):
+    for state in (made.stored_transformer(modules["transformer"]), modules["transformer"].state_dict()):
         header = {f"{prefix}{key}": TensorInfo("F32", tuple(value.shape), 0, 0) for key, value in state.items()}
         config, locate = sd3_names.derive(header, architecture.shipped("sd3", "transformer"))
         assert {key: wanted[key] for key in config if key != "_class_name"} == {
@@ -85,11 +80,12 @@ def test_the_shipped_shapes_are_the_releases():
 
 @pytest.mark.parametrize("kind", ["fp32", "all_in_one", "folder"])
 def test_without_t5(tmp_path, kind):
+    made = BASE.without("text_encoder_3")
     if kind == "folder":
-        write_folder(tmp_path / "sd3", t5=False)
+        made.write_folder(tmp_path / "sd3")
         options = {"base_model": str(tmp_path / "sd3")}
     else:
-        options, _ = write_files(tmp_path, kind, t5=False)
+        options, _ = made.write_files(tmp_path, kind)
     family = opened(options)
     assert any("codificador_texto_3" in notice for notice in family.notices)
     assert list(family.load_text_encoders(CPU, torch.float32)) == ["text_encoder", "text_encoder_2"]
@@ -106,8 +102,8 @@ def test_t5_is_read_where_it_is(base):
 
 def test_the_original_release_brings_transformer_and_vae(tmp_path):
     """sd3.5_medium.safetensors; the encoders are files of their own."""
-    options, modules = write_files(tmp_path / "parts")
-    write_files(tmp_path / "whole", "all_in_one")
+    options, modules = BASE.write_files(tmp_path / "parts")
+    BASE.write_files(tmp_path / "whole", "all_in_one")
     tensors = load_file(tmp_path / "whole" / "sd3.safetensors")
     path = tmp_path / "sd3.5_medium.safetensors"
     save_file({key: value for key, value in tensors.items() if not key.startswith("text_encoders.")}, path)
@@ -156,9 +152,9 @@ def test_the_vae_of_flux_is_refused_where_its_config_tells(base, tmp_path):
 
 
 def test_parts_of_another_model_are_refused_by_their_width(base, tmp_path):
-    configs = tiny_configs(60, 60)
+    configs = BASE.configs()
     configs["text_encoder_3"]["d_model"] = 64
-    t5 = random_modules({"text_encoder_3": configs["text_encoder_3"]})["text_encoder_3"]
+    t5 = BASE.modules({"text_encoder_3": configs["text_encoder_3"]})["text_encoder_3"]
     save_file({key: value.clone() for key, value in t5.state_dict().items()}, tmp_path / "t5.safetensors")
     with pytest.raises(SourceError, match="largura 64"):
         opened({**base[0], "text_encoder_3": str(tmp_path / "t5.safetensors")})
@@ -217,7 +213,7 @@ def test_kohya_files_spell_the_original(base):
     slots = family.kohya_slots
     assert slots is not None
     tensors = fused.pack(lora, slots)
-    original = original_state(transformer)
+    original = BASE.stored_transformer(transformer)
     touched = {}
     for key in [key for key in original if f"lora_unet_{key.removesuffix('.weight').replace('.', '_')}.alpha" in tensors]:
         name = f"lora_unet_{key.removesuffix('.weight').replace('.', '_')}"
@@ -260,7 +256,7 @@ def test_the_last_blocks_text_modulation_is_exchanged_in_the_file(base):
 
 def test_gguf_with_a_flat_table_of_positions(base, tmp_path):
     """As programs write it that drop leading ones."""
-    state = original_state(base[1]["transformer"])
+    state = BASE.stored_transformer(base[1]["transformer"])
     state["pos_embed"] = state["pos_embed"][0]
     write_gguf(tmp_path / "sd3.gguf", state, arch="sd3")
     family = opened({**base[0], "base_model": str(tmp_path / "sd3.gguf")})

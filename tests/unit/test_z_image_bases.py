@@ -7,8 +7,7 @@ import pytest
 import torch
 from diffusers.loaders.single_file_utils import convert_z_image_transformer_checkpoint_to_diffusers
 from helpers import bases
-from helpers.flux_bases import write_gguf
-from helpers.z_image_bases import original_state, random_modules, tiny_configs, write_folder
+from helpers.bases import write_gguf
 from safetensors.torch import load_file, save_file
 
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
@@ -32,8 +31,8 @@ def renamed(tmp_path: Path, name: str, metadata: dict[str, str] | None = None) -
 
 
 def test_our_names_are_the_converters():
-    transformer = random_modules(tiny_configs(300))["transformer"]
-    theirs = convert_z_image_transformer_checkpoint_to_diffusers(dict(original_state(transformer)))
+    transformer = bases.of("z_image").modules()["transformer"]
+    theirs = convert_z_image_transformer_checkpoint_to_diffusers(bases.of("z_image").stored_transformer(transformer))
     own = transformer.state_dict()
     assert theirs.keys() == own.keys()
     assert all(torch.equal(theirs[key], own[key]) for key in own)
@@ -48,9 +47,9 @@ def test_a_file_with_diffusers_names_is_read_too(tmp_path):
 
 
 def test_the_scheduler_tells_turbo_from_the_base(tmp_path):
-    for variant, turbo in (("base", False), ("turbo", True)):
-        write_folder(tmp_path / variant, variant)
-        family = opened({"base_model": str(tmp_path / variant)})
+    for variant, turbo in (("", False), ("turbo", True)):
+        bases.of("z_image", variant).write_folder(tmp_path / f"x{variant}")
+        family = opened({"base_model": str(tmp_path / f"x{variant}")})
         assert family.turbo is turbo
         assert family.schedule_config["shift"] == (3.0 if turbo else 6.0)
         assert (family.usual_guidance, family.usual_steps) == ((1.0, 8) if turbo else (5.0, 25))
