@@ -6,6 +6,7 @@ the file can be named. Text encoder 1 and 2 are told apart by their prefix, neve
 
 import re
 from collections.abc import Collection, Mapping
+from fractions import Fraction
 from typing import Any
 
 from ..files.headers import Header
@@ -182,7 +183,7 @@ def locate_open_clip(part: Part) -> Locate:
         assert m, f"no key for {name}"
         block = f"model.transformer.resblocks.{m[1]}."
         if q := re.fullmatch(r"self_attn\.([qkv])_proj\.(weight|bias)", m[2]):
-            return [Piece(part.key(f"{block}attn.in_proj_{q[2]}"), third="qkv".index(q[1]))]
+            return [Piece(part.key(f"{block}attn.in_proj_{q[2]}"), share=(Fraction("qkv".index(q[1]), 3), Fraction(1, 3)))]
         return [Piece(part.key(block + _renamed(m[2], _OPEN_CLIP)))]
 
     return pieces

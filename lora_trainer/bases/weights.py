@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -25,34 +26,34 @@ FP8 = ("F8_E4M3", "F8_E5M2")
 HASH_CHUNK_BYTES = 1 << 22
 
 
+Share = tuple[Fraction, Fraction]
+"""Of a tensor's rows: where it begins, how much it is."""
+WHOLE: Share = (Fraction(0), Fraction(1))
+
+
 @dataclass(frozen=True)
 class Piece:
-    """Where a parameter may lie: a key; of a fused tensor, which `third` or which `rows` (first, number); whether it is
-    stored transposed, with its two halves of rows exchanged, or with the rows of each of `pairs` heads that rotate together
-    side by side (llama.cpp) instead of half a head apart."""
+    """Where a parameter may lie: a key; of a fused tensor, which `share` of the rows; whether it is stored transposed, with
+    its two halves of rows exchanged, or with the rows of each of `pairs` heads that rotate together side by side (llama.cpp)
+    instead of half a head apart."""
 
     key: str
-    third: int | None = None
     transposed: bool = False
-    rows: tuple[int, int] | None = None
+    share: Share = WHOLE
     swapped: bool = False
     pairs: int = 0
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        number = self.span(stored[0])[1] if stored else 0
-        shape = (number, *stored[1:]) if stored else stored
+        shape = (self.span(stored[0])[1], *stored[1:]) if stored else stored
         return shape[::-1] if self.transposed else shape
 
     def span(self, stored_rows: int) -> tuple[int, int]:
         """First row, number of rows."""
-        if self.third is not None:
-            return self.third * (stored_rows // 3), stored_rows // 3
-        if self.rows is not None:
-            return self.rows[0], max(0, min(self.rows[1], stored_rows - self.rows[0]))
-        return 0, stored_rows
+        first, number = self.share
+        return int(first * stored_rows), int(number * stored_rows)
 
     def cut(self, tensor: Tensor) -> Tensor:
-        if self.third is not None or self.rows is not None:
+        if self.share != WHOLE:
             first, number = self.span(len(tensor))
             tensor = tensor[first : first + number]
         return self.ordered(tensor.T if self.transposed else tensor)

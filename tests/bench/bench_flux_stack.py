@@ -15,6 +15,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 import numpy as np  # noqa: E402
 from gguf import GGMLQuantizationType, GGUFWriter  # noqa: E402
 from helpers.measured_run import PHASES, Case, measure, predict, training_peak  # noqa: E402
+from helpers.originals import original_state  # noqa: E402
 
 from lora_trainer.bases.architecture import shipped  # noqa: E402
 from lora_trainer.config.schema import Config  # noqa: E402
@@ -54,13 +55,7 @@ def write_q4_0(path: Path) -> None:
 
     with torch.device("meta"):
         model = FluxTransformer2DModel.from_config(shipped("flux", "transformer") | LAYERS)
-    shapes: dict[str, list[int]] = {}
-    for name, value in model.state_dict().items():
-        layer, _, leaf = name.rpartition(".")
-        place = names.original(layer, 3072)
-        assert place is not None
-        key = f"{place.name}.{'scale' if place.name.endswith('_norm') else leaf}"
-        shapes[key] = [sum(place.rows), *value.shape[1:]] if place.rows else list(value.shape)
+    shapes = {key: list(value.shape) for key, value in original_state(model, names.FLUX).items()}
     writer, rng = GGUFWriter(path, "flux"), np.random.default_rng(0)
     for key, shape in shapes.items():
         if len(shape) == 2:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import lora_trainer
 from lora_trainer.bases import architecture, single_file
 from lora_trainer.bases.tiny import Encoder, Tiny
-from lora_trainer.bases.weights import Locate, Piece
+from lora_trainer.bases.weights import WHOLE, Locate, Piece
 from lora_trainer.files.kinds import Part
 
 from .tiny_texts import text_of
@@ -239,7 +239,7 @@ def randomised(modules: Modules, seed: int = 0) -> Modules:
 def turned_round(state: Mapping[str, Tensor], locate: Locate) -> State:
     """A module's state under the keys of a file, of which `locate` names the pieces."""
     made: State = {}
-    fused: dict[str, list[tuple[int, Tensor]]] = {}
+    fused: dict[str, list[tuple[float, Tensor]]] = {}
     for name, value in state.items():
         piece = locate(name)[0]
         first = place(piece)
@@ -252,9 +252,9 @@ def turned_round(state: Mapping[str, Tensor], locate: Locate) -> State:
     return made | {key: torch.cat([v for _, v in sorted(parts, key=lambda part: part[0])]) for key, parts in fused.items()}
 
 
-def place(piece: Piece) -> int | None:
-    """Where it stands among those that are one tensor in the file."""
-    return piece.rows[0] if piece.rows else piece.third
+def place(piece: Piece) -> float | None:
+    """Where it begins among those that are one tensor in the file."""
+    return None if piece.share == WHOLE else float(piece.share[0])
 
 
 def as_convolution(key: str, value: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lora_trainer.bases import architecture, single_file
 from lora_trainer.bases.components import BUILDERS
+from lora_trainer.bases.weights import WHOLE
 from lora_trainer.files.kinds import Part
 
 CAPTION = "a photo of a cat on red"
@@ -91,8 +92,8 @@ def original_names(
     for part, module in modules.items():
         for name, value in module.state_dict().items():
             piece = locate[part](name)[0]
-            if piece.third is not None:
-                fused.setdefault(piece.key, {})[piece.third] = value
+            if piece.share != WHOLE:
+                fused.setdefault(piece.key, {})[int(3 * piece.share[0])] = value
                 continue
             value = value.T if piece.transposed else value
             is_attention = part == "vae" and ".mid.attn_1." in piece.key and value.ndim == 2

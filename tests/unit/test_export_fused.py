@@ -13,14 +13,13 @@ from safetensors.torch import save_file
 from lora_trainer.families.flux import names
 from lora_trainer.layouts import LoraModule, diffusers, fused, read_lora
 
-RELEASED = 3072
+RELEASED, BLOCKS = 3072, 2
 DOUBLE = "transformer.transformer_blocks.0."
 SINGLE = "transformer.single_transformer_blocks.1."
 
 
 def slot(width: int, path: str) -> fused.Slot | None:
-    found = names.original(path.removeprefix("transformer."), width)
-    return found and fused.Slot(f"lora_unet_{found.name.replace('.', '_')}", found.slot, found.rows)
+    return names.FLUX.places(BLOCKS).slot(path.removeprefix("transformer."), width)
 
 
 def lora(width: int, *, mlp: bool, rank: int = 2, scale: float = 0.5) -> dict[str, LoraModule]:
@@ -120,8 +119,8 @@ def test_the_originals_names_without_comfyuis_word(tmp_path):
 
 
 def _original_names(paths: Iterable[str]) -> set[str]:
-    found = (names.original(path.removeprefix("transformer."), 16) for path in paths)
-    return {place.name for place in found if place}
+    pieces = names.FLUX.places(BLOCKS).pieces
+    return {pieces[f"{path.removeprefix('transformer.')}.weight"].key.removesuffix(".weight") for path in paths}
 
 
 def test_alpha_from_pefts_config_beside_the_file(tmp_path):

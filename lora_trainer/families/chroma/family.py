@@ -22,7 +22,7 @@ from ...diffusion.prompts import MASK
 from ...diffusion.transformer import Fit, TransformerFamily, targets
 from ...files.sources import Source
 from ...seam.family import Batch
-from ...seam.slots import Slot, flat
+from ...seam.slots import Slot
 from ..flux import names
 from ..flux.family import ATTENTION, BLOCK, MLP
 from .network import build
@@ -54,6 +54,7 @@ class Chroma(TransformerFamily):
     def __init__(self, source: Source, settings: ModelConfig, networks: Networks, tokens: int | None) -> None:
         super().__init__(source, settings, networks, tokens)
         self.width = int(self.config["attention_head_dim"]) * int(self.config["num_attention_heads"])
+        self.places = names.CHROMA.places_of(self.config)
         self.kohya_slots, self.kohya_as_released = self._kohya_slot, self.width == names.RELEASED_WIDTH
 
     def open_reader(self, networks: Networks, tokens: int | None) -> T5:
@@ -76,8 +77,7 @@ class Chroma(TransformerFamily):
         return unpack(predicted, height, width)
 
     def _kohya_slot(self, path: str) -> Slot | None:
-        found = names.original(path.removeprefix("transformer."), self.width)
-        return Slot(flat(found.name), found.slot, found.rows) if found else None
+        return self.places.slot(path.removeprefix("transformer."), self.width)
 
 
 FAMILY = Chroma

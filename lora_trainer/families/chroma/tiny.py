@@ -1,13 +1,20 @@
 """A tiny Chroma for tests."""
 
-from ...bases.tiny import TINY_T5, TINY_VAE, Encoder, Tiny
-from ..flux.tiny import locate
+from ...bases.tiny import TINY_T5, TINY_VAE, Encoder, Numbers, Tiny
+from ...bases.weights import Locate
+from ..flux import names
 
 TRANSFORMER = {
     "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 32, "num_attention_heads": 2,
     "joint_attention_dim": 32, "axes_dims_rope": [4, 14, 14], "approximator_num_channels": 32,
     "approximator_hidden_dim": 64, "approximator_layers": 2,
 }  # fmt: skip
+
+
+
+def locate(config: Numbers) -> Locate:
+    return names.CHROMA.places_of(config).locate
+
 
 TINY = Tiny(
     pipeline="ChromaPipeline",

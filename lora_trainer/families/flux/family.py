@@ -22,7 +22,7 @@ from ...diffusion.packing import PATCH, pack, positions, unpack
 from ...diffusion.transformer import Fit, TransformerFamily, targets
 from ...files.sources import Source
 from ...seam.family import Batch
-from ...seam.slots import Slot, flat
+from ...seam.slots import Slot
 from . import names
 from .signature import SIGNATURE
 from .variant import refuse_controls, schnell_notice
@@ -62,6 +62,7 @@ class Flux(TransformerFamily):
         super().__init__(source, settings, networks, tokens)
         self.model_spec = f"flux-1-{'dev' if self.guided else 'schnell'}"
         self.width = int(self.config["attention_head_dim"]) * int(self.config["num_attention_heads"])
+        self.places = names.FLUX.places_of(self.config)
         self.kohya_slots, self.kohya_as_released = self._kohya_slot, self.width == names.RELEASED_WIDTH
         if not self.guided:
             self.usual_steps = SCHNELL_STEPS
@@ -89,10 +90,8 @@ class Flux(TransformerFamily):
         return unpack(predicted, height, width)
 
     def _kohya_slot(self, path: str) -> Slot | None:
-        found = names.original(path.removeprefix("transformer."), self.width)
-        if found is None or found.name.endswith("adaLN_modulation.1"):  # its halves are exchanged there
-            return None
-        return Slot(flat(found.name), found.slot, found.rows)
+        slot = self.places.slot(path.removeprefix("transformer."), self.width)
+        return slot if slot is not None and not slot.swapped else None  # diffusers' reader exchanges no halves
 
 
 FAMILY = Flux

@@ -2,7 +2,6 @@
 
 from ...bases.tiny import TINY_CLIP, TINY_T5, TINY_VAE, Encoder, Numbers, Tiny
 from ...bases.weights import Locate
-from ...files.kinds import Part
 from . import names
 
 TRANSFORMER = {
@@ -12,7 +11,7 @@ TRANSFORMER = {
 
 
 def locate(config: Numbers) -> Locate:
-    return names.locate(Part({}, ""), config["attention_head_dim"] * config["num_attention_heads"])
+    return names.FLUX.places_of(config).locate
 
 
 TINY = Tiny(

@@ -21,7 +21,7 @@ from ...diffusion import llm_text
 from ...diffusion.transformer import Fit, TransformerFamily, targets
 from ...files.sources import Source
 from ...seam.family import Batch
-from ...seam.slots import Slot, flat
+from ...seam.slots import Slot
 from . import names, vae, variant
 from .captions import ThreeLayers
 from .signature import SIGNATURE
@@ -71,6 +71,7 @@ class Flux2(TransformerFamily):
         self.model_spec = f"flux-2-{self.release.variant}"
         self.guided = bool(self.config.get("guidance_embeds", True))
         self.width = int(self.config["attention_head_dim"]) * int(self.config["num_attention_heads"])
+        self.places = names.FLUX2.places_of(self.config)
         self.kohya_slots = self._kohya_slot
         few_steps = None if self.guided else variant.told_distilled(source)
         self.distilled = self.guided or bool(few_steps)
@@ -109,10 +110,9 @@ class Flux2(TransformerFamily):
         return empirical_mu(shape[-2] * shape[-1], steps)
 
     def _kohya_slot(self, path: str) -> Slot | None:
-        found = names.original(path.removeprefix("transformer."), self.width)
-        if found is None or "_blocks." not in found.name:  # what lies outside the blocks, diffusers' reader drops in part
+        if "_blocks." not in path:  # what lies outside the blocks, diffusers' reader drops in part
             return None
-        return Slot(flat(found.name), found.slot, found.rows)
+        return self.places.slot(path.removeprefix("transformer."), self.width)
 
 
 def positions(rows: int, columns: int, device: torch.device) -> Tensor:

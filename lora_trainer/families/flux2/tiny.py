@@ -17,7 +17,7 @@ TRANSFORMER = {
 
 
 def locate(config: Numbers) -> Locate:
-    return names.locate(Part({}, ""), config["attention_head_dim"] * config["num_attention_heads"])
+    return names.FLUX2.places_of(config).locate
 
 
 def locate_vae(config: Numbers) -> Locate:

@@ -97,6 +97,9 @@ class QwenImage21(TransformerFamily):
         self.latent_facts = ()
         width = int(self.config["num_attention_heads"]) * int(self.config["attention_head_dim"])
         self.inner, self.kohya_slots = width * int(self.config["mlp_ratio"]), self._kohya_slot
+        with _known():
+            from .names import QWEN_21
+        self.places = QWEN_21.places_of(self.config)
         self.notices += tower_notice(self.components["text_encoder"])
         self.levels = turbo_levels(source)
         if self.levels:
@@ -123,11 +126,8 @@ class QwenImage21(TransformerFamily):
 
     def _kohya_slot(self, path: str) -> Slot:
         """As ComfyUI and musubi-tuner have it, whose gate and value are one matrix."""
-        name = flat(path.removeprefix("transformer."))
-        for half, ending in enumerate(("gate_layer", "proj")):
-            if name.endswith(f"img_mlp_{ending}"):
-                return Slot(f"{name.removesuffix(ending)}gate_up", half, (self.inner, self.inner))
-        return Slot(name)
+        layer = path.removeprefix("transformer.")
+        return self.places.slot(layer, self.inner) or Slot(flat(layer))
 
 
 FAMILY = QwenImage21

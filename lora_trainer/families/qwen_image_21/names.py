@@ -16,13 +16,13 @@ from diffusers import QwenImage21Transformer2DModel
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21TransformerBlock
 from torch import Tensor, nn
 
+from ...bases.originals import Original, spelled
 from ...bases.parts import Config
-from ...bases.weights import Locate, Piece
-from ...files.kinds import Part, find_part
+from ...bases.weights import Locate
 
 SHRUNK = 2.0**-5
-FUSED = ("img_mlp.gate_layer", "img_mlp.proj")
-"""Upper and lower half of ComfyUI's `img_mlp.gate_up`."""
+_FUSED = "transformer_blocks.{}.img_mlp.gate_up.weight"
+QWEN_21 = Original("convert_qwen_image21_transformer_checkpoint_to_diffusers", (_FUSED,))
 
 
 class PictureTransformer(QwenImage21Transformer2DModel):
@@ -147,27 +147,13 @@ def build(config: Mapping[str, Any]) -> nn.Module:
 
 def derive(header: Any, standard: Config) -> tuple[Config, Locate]:
     """Config and places of a transformer in a single file: diffusers' names, but for the MLP's halves."""
-    part = find_part(header, "txt_in.text_norm.weight") or Part(header, "")
-
-    def shape(name: str) -> tuple[int, ...]:
-        return part.shape(f"{name}.weight") or (0, 0)
-
-    width, head = shape("img_in")[0], shape("transformer_blocks.0.attn.norm_q")[0] or int(standard["attention_head_dim"])
-    inner = shape("transformer_blocks.0.img_mlp.out")[1]
+    file = spelled(header, QWEN_21, _FUSED.format(0), "txt_in.text_norm.weight")
+    width, inner = file.sides("img_in")[0], file.sides("transformer_blocks.0.img_mlp.out")[1]
+    head = file.sides("transformer_blocks.0.attn.norm_q", 1)[0] or int(standard["attention_head_dim"])
     config = standard | {
-        "in_channels": shape("img_in")[1], "out_channels": shape("proj_out")[0],
-        "num_layers": part.count("transformer_blocks.{}.attn.to_q.weight"), "context_in_dim": shape("txt_in.in_layer")[1],
-        "attention_head_dim": head, "num_attention_heads": max(1, shape("transformer_blocks.0.attn.to_q")[0] // head),
+        "in_channels": file.sides("img_in")[1], "out_channels": file.sides("proj_out")[0],
+        "num_layers": file.count("transformer_blocks.{}.attn.to_q.weight"), "context_in_dim": file.sides("txt_in.in_layer")[1],
+        "attention_head_dim": head, "num_attention_heads": max(1, file.sides("transformer_blocks.0.attn.to_q")[0] // head),
         "mlp_ratio": inner // max(1, width), "axes_dims_rope": [axis * head // 128 for axis in standard["axes_dims_rope"]],
     }  # fmt: skip
-    return config, lambda name: pieces(part, name, inner)
-
-
-def pieces(part: Part, name: str, inner: int) -> list[Piece]:
-    layer, _, leaf = name.rpartition(".")
-    found = [Piece(part.key(name))]
-    for half, ending in enumerate(FUSED):
-        if layer.endswith(ending):
-            fused = f"{layer.removesuffix(ending)}img_mlp.gate_up.{leaf}"
-            found.append(Piece(part.key(fused), rows=(half * inner, inner)))
-    return found
+    return config, file.locate

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from ...bases.tiny import Encoder, Numbers, Tiny
 from ...bases.weights import Locate
-from ...files.kinds import Part
 from . import names, vae
 
 TRANSFORMER = {
@@ -20,8 +19,7 @@ CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %
 
 
 def locate(config: Numbers) -> Locate:
-    inner = config["attention_head_dim"] * config["num_attention_heads"] * config["mlp_ratio"]
-    return lambda name: names.pieces(Part({}, ""), name, inner)[-1:]
+    return names.QWEN_21.places_of(config).locate
 
 
 def locate_vae(config: Numbers) -> Locate:

@@ -21,8 +21,8 @@ from ...diffusion.transformer import Fit, TransformerFamily, targets
 from ...errors import ConfigError, t
 from ...files.sources import Source
 from ...seam.family import Batch
-from ...seam.slots import Slot, flat
-from . import names as _sd3_names
+from ...seam.slots import Slot
+from . import names
 from .captions import CLIP_TOKENS, ClipsAndT5
 from .network import build
 from .signature import SIGNATURE
@@ -44,7 +44,7 @@ class SD3(TransformerFamily):
     patch = PATCH
     pooled_width = "pooled_projection_dim"
     sizes: ClassVar = {3.0: "sd3", 9.0: "sd3_large"}
-    network = Transformer(build, _sd3_names.derive)
+    network = Transformer(build, names.derive)
     slots = SLOTS
     fits = (
         Fit("text_encoder_2", "projection_dim", "pooled_projection_dim", beside=("text_encoder", "hidden_size")),
@@ -63,7 +63,7 @@ class SD3(TransformerFamily):
     def __init__(self, source: Source, settings: ModelConfig, networks: Networks, tokens: int | None) -> None:
         refuse_flux_vae(networks)
         super().__init__(source, settings, networks, tokens)
-        self.kohya_slots = self._kohya_slot
+        self.places, self.kohya_slots = names.SD3.places_of(self.config), self._kohya_slot
         shift = float(self.schedule_config.get("shift", 1.0))
         self.last_level = shift / (1000 + shift - 1)  # FlowMatchEulerDiscreteScheduler's sigma_min
         self.notices += [] if self.reader.t5 is not None else [without_t5()]
@@ -111,12 +111,7 @@ class SD3(TransformerFamily):
             )  # fmt: skip
 
     def _kohya_slot(self, path: str) -> Slot | None:
-        found = _sd3_names.original(path.removeprefix("transformer."), int(self.config["num_layers"]))
-        if found is None:
-            return None
-        width = int(self.config["caption_projection_dim"])
-        rows = () if found.third is None else (width,) * 3
-        return Slot(flat(found.name), found.third or 0, rows, found.swapped)
+        return self.places.slot(path.removeprefix("transformer."), int(self.config["caption_projection_dim"]))
 
 
 FAMILY = SD3

@@ -2,7 +2,6 @@
 
 from ...bases.tiny import TINY_CLIP, TINY_T5, TINY_VAE, Encoder, Numbers, Tiny
 from ...bases.weights import Locate
-from ...files.kinds import Part
 from . import names
 
 TRANSFORMER = {
@@ -16,7 +15,7 @@ PROJECTED, ALONE = ({"architectures": [name]} for name in ("CLIPTextModelWithPro
 
 
 def locate(config: Numbers) -> Locate:
-    return names.locate(Part({}, ""), config["num_layers"])
+    return names.SD3.places_of(config).locate
 
 
 TINY = Tiny(

@@ -63,8 +63,7 @@ class ZImage(TransformerFamily):
     def __init__(self, source: Source, settings: ModelConfig, networks: Networks, tokens: int | None) -> None:
         refuse_omni(networks, source)
         super().__init__(source, settings, networks, tokens)
-        self.width = int(self.config["dim"])
-        self.kohya_slots = self._kohya_slot
+        self.places, self.kohya_slots = names.Z_IMAGE.places_of(self.config), self._kohya_slot
         self.turbo = (variant := variant_of(source, settings)).turbo
         self.model_spec = f"z-image{'-turbo' if self.turbo else ''}"
         if variant.shift:
@@ -99,9 +98,8 @@ class ZImage(TransformerFamily):
         """None outside the blocks, where diffusers does not find the dots again."""
         if not re.match(BLOCK, path):
             return None
-        found = names.original(f"{path.removeprefix('transformer.')}.weight")
-        name = flat(found.name.removesuffix(".weight"))
-        return Slot(name) if found.third is None else Slot(name, found.third, (self.width,) * 3)
+        layer = path.removeprefix("transformer.")
+        return self.places.slot(layer, int(self.config["dim"])) or Slot(flat(layer))
 
 
 def captions(batch: Batch, dtype: torch.dtype) -> list[Tensor]:

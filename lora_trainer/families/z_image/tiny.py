@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from ...bases.tiny import TINY_VAE, Encoder, Numbers, Tiny
 from ...bases.weights import Locate
-from ...files.kinds import Part
 from . import names
 
 TRANSFORMER = {
@@ -13,7 +12,7 @@ TRANSFORMER = {
 
 
 def locate(config: Numbers) -> Locate:
-    return names.locate(Part({}, ""))
+    return names.Z_IMAGE.places_of(config).locate
 
 
 TINY = Tiny(
