@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -14,9 +13,12 @@ from ..config.names import shown
 from ..errors import SourceError, t
 from ..files.headers import read_header
 from ..layouts import Lora, LoraFile, LoraModule, differences, read_lora
-from ..layouts.fused import slots_of
-from ..layouts.lycoris import Lycoris, LycorisFile, LycorisModule, misfits, read_lycoris, refuse_kind
+from ..layouts.differences import misfits
+from ..layouts.lycoris import LycorisModule
+from ..layouts.lycoris_files import read_lycoris
 from ..layouts.peft import read_peft_folder
+from ..layouts.read import refuse_kind
+from ..layouts.table import Modules
 from . import pissa
 from .layers import AdaptedLayer
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 NAME = "default"
 """peft's name for our one adapter. It appears in no file."""
+_DOWN, _UP, _MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 Layer: TypeAlias = LoraLayer | AdaptedLayer
 
 
@@ -54,25 +57,11 @@ class Adapter:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Key as in a diffusers file (`unet.….lora_A.weight`) -> parameter."""
-        found: dict[str, nn.Parameter] = {}
-        for path, layer in self.layers.items():
-            if isinstance(layer, AdaptedLayer):
-                found |= {f"{path}.{name}": factor for name, factor in layer.factors().items()}
-                continue
-            found[f"{path}.lora_A.weight"] = layer.lora_A[NAME].weight
-            found[f"{path}.lora_B.weight"] = layer.lora_B[NAME].weight
-            if NAME in layer.lora_magnitude_vector:
-                found[f"{path}.lora_magnitude_vector"] = layer.lora_magnitude_vector[NAME].weight
-        return found
+        return {f"{path}.{name}": factor for path, layer in self.layers.items() for name, factor in factors(layer).items()}
 
     def named_tensors(self) -> dict[str, Tensor]:
         """The parameters, and what they are measured from (PiSSA's start)."""
-        starts = {
-            f"{path}.{name}": cast(Tensor, getattr(layer, name))
-            for path, layer in self.layers.items()
-            for name in (pissa.STARTS if _has_start(layer) else ())
-        }
-        return {**self.named_parameters(), **starts}
+        return {f"{path}.{name}": tensor for path, layer in self.layers.items() for name, tensor in _tensors(layer).items()}
 
     def parameters_by_part(self) -> dict[str, list[nn.Parameter]]:
         """`unet`, `text_encoder`, … -> parameters; parts without adapters are absent."""
@@ -87,9 +76,7 @@ class Adapter:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies in float32 on the CPU, keyed as in named_tensors."""
-        return {
-            key: tensor.detach().to("cpu", torch.float32, copy=True) for key, tensor in self.named_tensors().items()
-        }
+        return {key: _copy(tensor) for key, tensor in self.named_tensors().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -135,85 +122,95 @@ class Adapter:
 
     # -- as files hold it
 
+    def modules(self) -> Modules:
+        """Plain float32 CPU tensors, apart from the model."""
+        values = {path: {name: _copy(x) for name, x in _tensors(layer).items()} for path, layer in self.layers.items()}
+        return {path: _module(layer, values[path]) for path, layer in self.layers.items()}
+
     def export(self) -> Lora:
-        """A LoRA as plain float32 CPU tensors, apart from the model."""
+        """The same where they are a LoRA."""
         assert self.kind == "lora", self.kind
-        state = self.state_dict()
-        return {path: _exported(path, state, scale) for path, scale in self.scalings().items()}
+        return cast(Lora, self.modules())
 
-    def export_lycoris(self) -> Lycoris:
-        """The same of a LoHa or LoKr."""
-        state = self.state_dict()
-        found: Lycoris = {}
-        for path, layer in self.layers.items():
-            assert isinstance(layer, AdaptedLayer)
-            factors = {name: state[f"{path}.{name}"] for name in layer.factors()}
-            found[path] = LycorisModule(factors, layer.scale, layer.rank)
-        return found
-
-    def state_of(self, lora: Lora | Lycoris) -> dict[str, Tensor]:
-        """What load_state_dict needs to have the effect of `lora` under our own scalings."""
-        state: dict[str, Tensor] = {}
-        for path, scaling in self.scalings().items():
-            layer, module = self.layers[path], lora[path].with_scale(scaling)
-            if isinstance(module, LycorisModule):
-                state |= {f"{path}.{name}": factor for name, factor in module.factors.items()}
-                continue
-            assert isinstance(layer, LoraLayer)
-            if _has_start(layer):
-                state |= {f"{path}.{name}": value for name, value in _apart(module).items()}
-                continue
-            state[f"{path}.lora_A.weight"], state[f"{path}.lora_B.weight"] = module.down, module.up
-            if module.magnitude is not None:
-                vector = layer.lora_magnitude_vector[NAME].weight
-                state[f"{path}.lora_magnitude_vector"] = module.magnitude.reshape(vector.shape)
-        return state
+    def state_of(self, modules: Modules) -> dict[str, Tensor]:
+        """What load_state_dict needs to have the effect of `modules` under our own scalings."""
+        return {
+            f"{path}.{name}": value
+            for path, scaling in self.scalings().items()
+            for name, value in _values(self.layers[path], modules[path].with_scale(scaling)).items()
+        }
 
     def load_file(self, path: Path) -> None:
         """Start from a file, kohya or diffusers, or a PEFT folder, of any float type; it must fit this adapter exactly."""
         self.load_state_dict(self.state_of(self.read_fitting(path).lora))
 
-    def read_fitting(self, path: Path) -> LoraFile | LycorisFile:
+    def read_fitting(self, path: Path) -> LoraFile[Any]:
         """The file, whole, finite and of this adapter's modules, ranks and kind. Looks at shapes: works on meta too."""
-        if self.kind == "lora":
-            file: LoraFile | LycorisFile = self._read(path)
-            lines = differences(cast(LoraFile, file), self._shapes())
-        else:
-            file = self.read_lycoris(path)
-            lines = misfits(file, self._factors())
-        if lines:
+        file = self.read(path)
+        shapes = {path: _plain(layer, dict(factors(layer))) for path, layer in self.layers.items()}
+        if lines := self.misfits(file, shapes):
             raise _not_fitting(file.metadata, lines, path)
         return file
 
-    def read_lycoris(self, path: Path) -> LycorisFile:
-        return read_lycoris(path, list(self.layers), self.family.export_prefixes(), self.layers_per_block, self.kind)
+    def misfits(self, file: LoraFile[Any], modules: Modules) -> list[str]:
+        """In words; `modules` are the adapter's own."""
+        compare: Any = differences if self.kind == "lora" else misfits
+        return cast(list[str], compare(file, modules))
 
-    def _read(self, path: Path) -> LoraFile:
-        if path.is_file():
-            refuse_kind(read_header(path, shown("model", "initial_lora"))[0], "lora", path)
+    def read(self, path: Path) -> LoraFile[Any]:
+        """A file, or a PEFT folder, of the adapter's kind; only what it holds of our modules."""
+        paths, prefixes = list(self.layers), self.family.export_prefixes()
+        if self.kind != "lora":
+            return read_lycoris(path, paths, prefixes, self.layers_per_block, self.kind)
         if path.is_dir():
             lora = read_peft_folder(path)
             own = {name: module for name, module in lora.items() if name in self.layers}
             return LoraFile(own, [name for name in lora if name not in own], {})
-        prefixes, slots = self.family.export_prefixes(), slots_of(self.family)
-        return read_lora(path, list(self.layers), prefixes, self.layers_per_block, slots)
+        if path.is_file():
+            refuse_kind(read_header(path, shown("model", "initial_lora"))[0], "lora", path)
+        return read_lora(path, paths, prefixes, self.layers_per_block, self.family.kohya_slots)
 
-    def _shapes(self) -> Lora:
-        """The adapter's own tensors, wherever they are, for comparing shapes."""
-        tensors: dict[str, Tensor] = dict(self.named_parameters())
-        return {
-            path: LoraModule(
-                tensors[f"{path}.lora_A.weight"],
-                tensors[f"{path}.lora_B.weight"],
-                _scale(layer),
-                tensors.get(f"{path}.lora_magnitude_vector"),
-            )
-            for path, layer in self.layers.items()
-        }
 
-    def _factors(self) -> Lycoris:
-        layers = {path: layer for path, layer in self.layers.items() if isinstance(layer, AdaptedLayer)}
-        return {path: LycorisModule(dict(each.factors()), each.scale, each.rank) for path, each in layers.items()}
+def factors(layer: Layer) -> dict[str, nn.Parameter]:
+    """What is trained of a layer, by the names that files give it; of a LoRA, those of diffusers."""
+    if isinstance(layer, AdaptedLayer):
+        return layer.factors()
+    found = {_DOWN: layer.lora_A[NAME].weight, _UP: layer.lora_B[NAME].weight}
+    return found | ({_MAGNITUDE: layer.lora_magnitude_vector[NAME].weight} if NAME in layer.lora_magnitude_vector else {})
+
+
+def _tensors(layer: Layer) -> dict[str, Tensor]:
+    starts = {name: cast(Tensor, getattr(layer, name)) for name in pissa.STARTS} if _has_start(layer) else {}
+    return {**factors(layer), **starts}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float32, copy=True)
+
+
+def _module(layer: Layer, values: Mapping[str, Tensor]) -> LoraModule | LycorisModule:
+    plain = _plain(layer, values)
+    if isinstance(plain, LoraModule) and _has_start(layer):
+        return pissa.exported(plain, *(values[name] for name in pissa.STARTS))
+    return plain
+
+
+def _plain(layer: Layer, values: Mapping[str, Tensor]) -> LoraModule | LycorisModule:
+    if isinstance(layer, AdaptedLayer):
+        return LycorisModule(dict(values), layer.scale, layer.rank)
+    magnitude = values.get(_MAGNITUDE)
+    return LoraModule(values[_DOWN], values[_UP], _scale(layer), None if magnitude is None else magnitude.flatten())
+
+
+def _values(layer: Layer, module: LoraModule | LycorisModule) -> dict[str, Tensor]:
+    """As `_module` takes them."""
+    if isinstance(module, LycorisModule):
+        return module.factors
+    if _has_start(layer):
+        found = pissa.apart(module)
+        return {_DOWN: found[0], _UP: found[1], **dict(zip(pissa.STARTS, found[2:], strict=True))}
+    magnitude = {} if module.magnitude is None else {_MAGNITUDE: module.magnitude.reshape(factors(layer)[_MAGNITUDE].shape)}
+    return {_DOWN: module.down, _UP: module.up, **magnitude}
 
 
 def _scale(layer: Layer) -> float:
@@ -232,29 +229,6 @@ def _adds_nothing(layer: Layer) -> bool:
         return not bool(up.any())
     start_a, start_b = (cast(Tensor, getattr(layer, name)) for name in pissa.STARTS)
     return torch.equal(down, start_a.to(down.dtype)) and torch.equal(up, start_b.to(up.dtype))
-
-
-def _exported(path: str, state: Mapping[str, Tensor], scale: float) -> LoraModule:
-    magnitude = state.get(f"{path}.lora_magnitude_vector")
-    plain = LoraModule(
-        state[f"{path}.lora_A.weight"],
-        state[f"{path}.lora_B.weight"],
-        scale,
-        None if magnitude is None else magnitude.flatten(),
-    )
-    if f"{path}.{pissa.STARTS[0]}" not in state:
-        return plain
-    start_a, start_b = (state[f"{path}.{name}"] for name in pissa.STARTS)
-    down, up = torch.cat([start_a, plain.down - start_a]), torch.cat([plain.up - start_b, plain.up], 1)
-    return replace(plain, down=down, up=up).balanced_by_component()
-
-
-def _apart(module: LoraModule) -> dict[str, Tensor]:
-    """The matrices and starts of which `_exported` would make this module of rank 2r."""
-    rank = module.rank // 2
-    old, new = module.down[:rank], module.down[rank:]
-    change, up = module.up[:, :rank], module.up[:, rank:]
-    return {"lora_A.weight": old + new, "lora_B.weight": up, "start_A": old, "start_B": up - change}
 
 
 def _not_fitting(metadata: Mapping[str, str], lines: list[str], path: Path) -> SourceError:

@@ -8,6 +8,7 @@ time. Left out: what the paper gains on a base quantised after they were taken o
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ import torch.nn.functional as F
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import LoraVariant
 from torch import Tensor, nn
+
+from ..layouts.lora import LoraModule
 
 STARTS = ("start_A", "start_B")
 """Buffers of a layer: bfloat16, in which A and B begin, so that the difference to them is exact."""
@@ -64,6 +67,20 @@ def start(layer: LoraLayer, name: str, generator: torch.Generator, device: torch
         kept = getattr(layer, buffer)
         kept.copy_((share * value).view(kept.shape))
         matrix.weight.copy_(kept)
+
+
+def exported(plain: LoraModule, start_a: Tensor, start_b: Tensor) -> LoraModule:
+    """As a file holds it: a LoRA of rank 2r."""
+    down, up = torch.cat([start_a, plain.down - start_a]), torch.cat([plain.up - start_b, plain.up], 1)
+    return replace(plain, down=down, up=up).balanced_by_component()
+
+
+def apart(module: LoraModule) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A, B and their starts, of which `exported` would make this module of rank 2r."""
+    rank = module.rank // 2
+    old, new = module.down[:rank], module.down[rank:]
+    change, up = module.up[:, :rank], module.up[:, rank:]
+    return old + new, up, old, up - change
 
 
 def rehearse(layers: Iterable[Any], name: str) -> None:

@@ -12,7 +12,6 @@ from torch import nn
 from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import ConfigError, t
-from ..layouts.fused import slots_of
 from ..layouts.readers import unreadable
 
 if TYPE_CHECKING:
@@ -105,22 +104,22 @@ def _check_formats(
     if kind and not set(formats) <= set(IMAGE_FORMATS):
         raise ConfigError(
             t(
-                pt=f"{kind} é só para modelos de imagem, não para {_title(family)}",
-                en=f"{kind} is for image models only, not for {_title(family)}",
+                pt=f"{kind} é só para modelos de imagem, não para {family.title}",
+                en=f"{kind} is for image models only, not for {family.title}",
             ),
             t(pt="use tipo_adaptador: lora", en="use adapter_kind: lora"),
             shown("model", "adapter_kind"),
         )
     if kind and "diffusers" in formats and "unet" in model:
         raise ConfigError(
-            t(pt=f"o diffusers não lê {kind} de {_title(family)}", en=f"diffusers does not read a {kind} of {_title(family)}"),
+            t(pt=f"o diffusers não lê {kind} de {family.title}", en=f"diffusers does not read a {kind} of {family.title}"),
             t(
                 pt="use saida.formatos: [kohya], que o ComfyUI, o A1111 e o Forge leem",
                 en="use output.formats: [kohya], which ComfyUI, A1111 and Forge read",
             ),
             shown("output", "formats"),
         )
-    if settings.dora and "kohya" in formats and slots_of(family) is not None:
+    if settings.dora and "kohya" in formats and family.kohya_slots is not None:
         raise ConfigError(
             t(
                 pt=f"um arquivo kohya de {family.title} não guarda DoRA: q, k e v são uma só matriz",
@@ -131,17 +130,13 @@ def _check_formats(
         )
 
 
-def _title(family: "Family") -> str:
-    return getattr(family, "title", "UNet")
-
-
 def _check_readers(
     model: nn.ModuleDict, chosen: list[str], family: "Family", settings: ModelConfig, formats: Collection[str]
 ) -> None:
     config = getattr(model["unet"], "config", None) if "unet" in model else None
     if lost := unreadable(chosen, family, formats, config):
         raise _not_carried(settings.lora_targets, lost)
-    slots = slots_of(family)
+    slots = family.kohya_slots
     if slots is None or "kohya" not in formats or not settings.lora_rules:
         return
     ranks: dict[str, dict[int, list[str]]] = {}

@@ -19,7 +19,6 @@ from ..engine.tracker import host_memory
 from ..errors import SourceError, t
 from ..files.headers import read_header
 from ..layouts import Lora, LoraModule, read_lora
-from ..layouts.fused import slots_of
 from ..seam.family import Family
 
 _META = torch.device("meta")
@@ -94,7 +93,7 @@ def _read(settings: ModelConfig, family: Family, layers: dict[str, Shape]) -> Lo
             where,
         )
     read_header(path, where)
-    file = read_lora(path, list(layers), family.export_prefixes(), slots=slots_of(family))
+    file = read_lora(path, list(layers), family.export_prefixes(), slots=family.kohya_slots)
     strangers = [name for name in file.strangers if not name.startswith(("text_encoder", "lora_te"))]
     misfits = [name for name, module in file.lora.items() if not _fits(module, layers[name])]
     if strangers or misfits or not file.lora:

@@ -12,7 +12,7 @@ from ..adapters import Adapter
 from ..engine.tracker import host_memory
 from ..errors import t
 from ..export.metadata import RunFacts, describe
-from ..export.verify import Verification, verify
+from ..export.verify import verify
 from ..export.write import Format, save_adapter
 from ..journal.run_folder import keep_last
 from ..modality import Outputs
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class ImageOutputs(Outputs):
     def __init__(self, run: Run, family: Family, batches: BatchPlan) -> None:
         self.loaded, self.family = run.loaded, family
-        self.folder = replace(run.folder, usual=family.formats[0])
+        self.folder = replace(run.folder, usual=next(iter(family.formats)))
         self.dataset, self.steps_per_epoch = batches.dataset, batches.steps_per_epoch
         self.day, self.total = run.day, run.total
         self.formats = family.chosen_formats(run.loaded.config.output.formats)
@@ -50,7 +50,8 @@ class ImageOutputs(Outputs):
         """Write the final files and prove each; the lines that "done" prints."""
         lines = []
         for path in self.save(adapter, step, intermediate=False):
-            lines.append(_line(verify(model, adapter, self.family, path, self.family.probe), step, self.total))
+            checked = verify(model, adapter, self.family, path, self.family.probe)
+            lines.append(checked.line(f"{step}/{self.total}"))
         return lines
 
     def _facts(self, step: int) -> RunFacts:
@@ -86,16 +87,6 @@ class ImageOutputs(Outputs):
         if states:
             return t(pt=f"último estado bom: {states[-1]}", en=f"last good state: {states[-1]}")
         return t(pt="nenhum arquivo tinha sido salvo ainda", en="no file had been saved yet")
-
-
-def _line(checked: Verification, step: int, total: int) -> str:
-    note = f" ({checked.notice})" if checked.notice else ""
-    return t(
-        pt=f"pronto: {checked.path}: {step}/{total} passos, {checked.num_modules} módulos, relido por {checked.reader}: "
-        f"saída difere {checked.output_difference:.1e} da do treino e {checked.effect:.1e} da base{note}",
-        en=f"done: {checked.path}: {step}/{total} steps, {checked.num_modules} modules, reloaded by {checked.reader}: "
-        f"output differs {checked.output_difference:.1e} from the trainer's and {checked.effect:.1e} from the base's{note}",
-    )
 
 
 def _no_effect(step: int) -> str:

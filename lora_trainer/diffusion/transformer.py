@@ -22,6 +22,7 @@ from ..config.schema import ModelConfig
 from ..errors import ConfigError, SourceError, t
 from ..files.sources import Source
 from ..seam.family import Batch, BlockGroup, Example
+from ..seam.readers import TRANSFORMERS
 from . import prompts
 from .captions import Reader
 from .diffusion import DiffusionFamily
@@ -53,7 +54,7 @@ def targets(block: str, attention: str, mlp: str = "", modulation: str = "") -> 
 class TransformerFamily(DiffusionFamily):
     trained = "transformer"
     prediction_type = "flow"
-    formats = ("diffusers", "kohya")
+    formats = TRANSFORMERS
     network: ClassVar[Transformer]
     slots: ClassVar[tuple[Slot, ...]]
     """Text encoders and VAE, as they lie in files."""

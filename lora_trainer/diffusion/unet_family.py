@@ -14,6 +14,7 @@ from ..bases.refusal import refusal
 from ..config.schema import ModelConfig
 from ..files.sources import Source
 from ..seam.family import Batch, BlockGroup, Example
+from ..seam.readers import UNETS
 from . import clip_text, prediction
 from . import unet as _unet
 from .diffusion import DiffusionFamily
@@ -21,7 +22,7 @@ from .diffusion import DiffusionFamily
 
 class UNetFamily(DiffusionFamily):
     trained = "unet"
-    formats = ("kohya", "diffusers")
+    formats = UNETS
     lora_targets: ClassVar[dict[str, str]] = _unet.LORA_TARGETS
     text_targets = _unet.TEXT_TARGETS
     usual_scaling: ClassVar[float]

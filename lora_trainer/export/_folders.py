@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and safetensors files written one tensor at a time."""
+"""Folders and files that appear whole or not at all, and safetensors files written one tensor at a time."""
 
 import errno
 import json
@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from ..atomic import replacing
 from ..errors import MachineError, t
 
 LEFT_BEHIND = re.compile(r"\..+\.(\d{1,9})\.(?:tmp|old)")
@@ -55,7 +56,17 @@ def new_folder(folder: Path, nbytes: int = 0) -> Iterator[Path]:
             os.replace(folder, old)
         os.replace(temporary, folder)
     except OSError as error:
-        raise _not_written(folder, error, nbytes) from error
+        raise MachineError(
+            t(
+                pt=f"não foi possível gravar a pasta ({_reason(error)})",
+                en=f"the folder could not be written ({_reason(error)})",
+            ),
+            t(
+                pt=f"ela precisa de {nbytes / 2**30:.1f} GiB; libere espaço ou mude saida.diretorio",
+                en=f"it needs {nbytes / 2**30:.1f} GiB; free some space or change output.dir",
+            ),
+            str(folder),
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
@@ -69,17 +80,30 @@ def _sweep(parent: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _not_written(folder: Path, error: OSError, nbytes: int) -> MachineError:
+@contextmanager
+def new_file(path: Path, nbytes: int) -> Iterator[Path]:
+    """A place to write into that becomes `path` at the end; after any failure that is what it was before."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            yield temporary
+    except OSError as error:
+        raise MachineError(
+            t(
+                pt=f"não foi possível gravar o arquivo ({_reason(error)})",
+                en=f"the file could not be written ({_reason(error)})",
+            ),
+            t(
+                pt=f"libere {nbytes / 2**20:.0f} MiB ou mude saida.diretorio",
+                en=f"free {nbytes / 2**20:.0f} MiB or change output.dir",
+            ),
+            str(path),
+        ) from error
+
+
+def _reason(error: OSError) -> str:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    reason = t(pt="o disco está cheio", en="the disk is full") if full else str(error)
-    return MachineError(
-        t(pt=f"não foi possível gravar a pasta ({reason})", en=f"the folder could not be written ({reason})"),
-        t(
-            pt=f"ela precisa de {nbytes / 2**30:.1f} GiB; libere espaço ou mude saida.diretorio",
-            en=f"it needs {nbytes / 2**30:.1f} GiB; free some space or change output.dir",
-        ),
-        str(folder),
-    )
+    return t(pt="o disco está cheio", en="the disk is full") if full else str(error)
 
 
 def write_text(path: Path, text: str) -> None:

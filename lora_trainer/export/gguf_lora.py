@@ -15,15 +15,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..atomic import replacing
-from ..errors import MachineError, SourceError, UserError, t
+from ..errors import SourceError, UserError, t
 from ..files.gguf_blocks import dequantize
 from ..files.gguf_names import ARCHITECTURES, converted_names, rope_order
 from ..files.gguf_reader import GgufFile, open_gguf
 from ..layouts.lora import Lora, LoraModule
+from ._folders import new_file
+from .write import DTYPES, cast
 
 PREFIX = "language_model."
-DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 SAME_AS = {"mistral": "llama", "gemma3": "gemma3", "gemma3_text": "gemma3"}
 """transformers' types that llama.cpp's converter writes as another architecture."""
 WAY_OUT = (
@@ -55,10 +55,9 @@ def write_gguf_lora(
     for name, module in lora.items():
         fitted, target = module.with_scale(alpha / module.rank), targets[name]
         up = fitted.up.flatten(1)
-        tensors[f"{target.tensor}.lora_a"] = fitted.down.flatten(1).to(DTYPES[precision])
-        tensors[f"{target.tensor}.lora_b"] = _in_file_order(up, target.order).to(DTYPES[precision])
-    _refuse_non_finite(tensors, path)
-    _write(path, tensors, {"arch": arch, "alpha": alpha, "name": path.stem, "base": base})
+        tensors[f"{target.tensor}.lora_a"] = fitted.down.flatten(1)
+        tensors[f"{target.tensor}.lora_b"] = _in_file_order(up, target.order)
+    _write(path, cast(tensors, DTYPES[precision], path), {"arch": arch, "alpha": alpha, "name": path.stem, "base": base})
     return path
 
 
@@ -161,47 +160,22 @@ def _values(file: GgufFile, name: str) -> Tensor:
     return dequantize(file.raw(name), info.kind, torch.float32).view(info.shape)
 
 
-def _refuse_non_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
-    from ..errors import DivergedError
-
-    wrong = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
-    if wrong:
-        raise DivergedError(
-            t(
-                pt=f"{len(wrong)} tensores do LoRA não são finitos em {tensors[wrong[0]].dtype} ({wrong[0]}, …); nada "
-                "foi gravado",
-                en=f"{len(wrong)} tensors of the LoRA are not finite in {tensors[wrong[0]].dtype} ({wrong[0]}, …); "
-                "nothing was written",
-            ),
-            t(pt="diminua taxa_aprendizado, ou use precisao: fp32", en="lower learning_rate, or use precision: fp32"),
-            str(path),
-        )
-
-
 def _write(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """All or nothing."""
     from gguf import GGUFWriter
 
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            writer = GGUFWriter(temporary, facts["arch"])
-            writer.add_type("adapter")
-            writer.add_string("adapter.type", "lora")
-            writer.add_float32("adapter.lora.alpha", facts["alpha"])
-            writer.add_name(facts["name"])
-            if facts["base"]:
-                writer.add_base_model_count(1)
-                writer.add_base_model_name(0, facts["base"])
-            for name, tensor in tensors.items():
-                writer.add_tensor(name, tensor.contiguous().numpy())
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
-            writer.close()
-    except OSError as error:
-        raise MachineError(
-            t(pt=f"não foi possível gravar o arquivo ({error})", en=f"the file could not be written ({error})"),
-            t(pt="libere espaço ou mude saida.diretorio", en="free space or change output.dir"),
-            str(path),
-        ) from error
+    with new_file(path, sum(tensor.nbytes for tensor in tensors.values())) as temporary:
+        writer = GGUFWriter(temporary, facts["arch"])
+        writer.add_type("adapter")
+        writer.add_string("adapter.type", "lora")
+        writer.add_float32("adapter.lora.alpha", facts["alpha"])
+        writer.add_name(facts["name"])
+        if facts["base"]:
+            writer.add_base_model_count(1)
+            writer.add_base_model_name(0, facts["base"])
+        for name, tensor in tensors.items():
+            writer.add_tensor(name, tensor.numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()

@@ -11,14 +11,16 @@ import hashlib
 import heapq
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 from ..config.schema import Config
 from ..errors import t
-from ..layouts.lora import Lora
+from ..layouts.lora import LoraModule
+from ..layouts.lycoris import LycorisModule
+from ..layouts.table import Modules
 
 if TYPE_CHECKING:
     from ..seam.family import Family
@@ -104,26 +106,23 @@ def _training(config: Config, facts: RunFacts) -> dict[str, Any]:
     }
 
 
-def network_facts(lora: Lora) -> dict[str, str]:
-    """Rank and alpha as the file's tensors have them: the commonest, and the 3x3 convolutions' where those differ."""
-    wide = {path: m for path, m in lora.items() if m.down.ndim == 4 and tuple(m.down.shape[2:]) != (1, 1)}
-    narrow = {path: m for path, m in lora.items() if path not in wide} or lora
-    rank, alpha = _commonest(narrow)
+def network_facts(modules: Modules, kind: str, wide: Collection[str]) -> dict[str, str]:
+    """Rank and alpha as the file's tensors have them: the commonest, and those of the `wide`, the convolutions over 1x1.
+
+    As kohya's and LyCORIS's own trainers say it: `ss_network_args` tells the latter's algorithm, `kind`.
+    """
+    rank, alpha = _commonest([m for path, m in modules.items() if path not in wide] or modules.values())
+    arguments = {} if kind == "lora" else {"algo": kind}
+    if wide:
+        arguments |= dict(zip(("conv_dim", "conv_alpha"), map(_number, _commonest([modules[path] for path in wide])), strict=True))
+    if any("magnitude" in module.factors for module in modules.values()):
+        arguments["dora_wd"] = "True"
     facts: dict[str, Any] = {
-        "ss_network_module": "networks.lora",
+        "ss_network_module": "networks.lora" if kind == "lora" else "lycoris.kohya",
         "ss_network_dim": rank,
         "ss_network_alpha": _number(alpha),
+        "ss_network_args": arguments,
     }
-    arguments: dict[str, Any] = {}
-    if wide:
-        conv_rank, conv_alpha = _commonest(wide)
-        arguments |= {"conv_dim": str(conv_rank), "conv_alpha": _number(conv_alpha)}
-    if any(m.magnitude is not None for m in lora.values()):
-        arguments["dora_wd"] = "True"
-    return as_text({**facts, "ss_network_args": arguments})
-
-
-def as_text(facts: Mapping[str, Any]) -> dict[str, str]:
     return {key: _text(value) for key, value in facts.items()}
 
 
@@ -212,8 +211,8 @@ def _nested(rows: list[tuple[int, str, str]]) -> str:
     return json.dumps(table, ensure_ascii=False)
 
 
-def _commonest(lora: Lora) -> tuple[int, float]:
-    return Counter((m.rank, round(m.alpha, 6)) for m in lora.values()).most_common(1)[0][0]
+def _commonest(modules: Iterable[LoraModule | LycorisModule]) -> tuple[int, float]:
+    return Counter((m.rank, round(m.alpha, 6)) for m in modules).most_common(1)[0][0]
 
 
 def _number(value: float) -> str:

@@ -9,34 +9,23 @@ import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import peft
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..engine.tracker import host_memory
 from ..errors import t
+from ..layouts import table
 from ..layouts.lora import Lora
-from ..layouts.peft import CONFIG, WEIGHTS, read_peft_folder
+from ..layouts.peft import CONFIG, WEIGHTS
 from ..layouts.peft import LANGUAGE_PART as PART
-from ..layouts.read import read_tensors
 from ._folders import Entry, new_folder, write_tensors, write_text
-from .proof import (
-    FILE_TOLERANCE,
-    OUTPUT_TOLERANCE,
-    Verification,
-    check_consumer,
-    delta_difference,
-    lifted_out,
-    quiet_probe,
-    relative,
-    require,
-    rounded,
-)
-from .write import DTYPES, Precision, _needs_balance, _refuse_non_finite, cast
+from .proof import Forward, Loaded, Verification, check_consumer, prove, read_back
+from .write import DTYPES, Precision, cast, prepared
 
 if TYPE_CHECKING:
     from ..adapters import Adapter
@@ -53,11 +42,9 @@ def save_peft_folder(
     facts: Mapping[str, str],
 ) -> Path:
     """Write `folder` whole; `facts` go into the model card, one line each. DivergedError if a value is not finite."""
-    lora = {path.removeprefix(f"{PART}."): module for path, module in adapter.export().items()}
-    _refuse_non_finite({name: module.tensors for name, module in lora.items()}, folder)
-    if precision == "fp16":
-        lora = {name: m.balanced() if _needs_balance(m.down) or _needs_balance(m.up) else m for name, m in lora.items()}
-    tensors = cast(_keyed(lora), DTYPES[precision], folder)
+    lora = {path.removeprefix(f"{PART}."): module for path, module in prepared(adapter.export(), precision, folder).items()}
+    packed = table.pack(lora, table.LAYOUTS["peft"], lambda path: f"base_model.model.{path}")
+    tensors = cast(packed, DTYPES[precision], folder)
     entries = [Entry(key, tuple(x.shape), x.dtype, lambda x=x: x) for key, x in sorted(tensors.items())]  # type: ignore[misc]
     config = peft_config(model[PART], lora, base_name(family))
     with new_folder(folder, sum(entry.nbytes for entry in entries)) as place:
@@ -124,48 +111,20 @@ def model_card(config: Mapping[str, Any], facts: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _keyed(lora: Lora) -> dict[str, Tensor]:
-    tensors = {}
-    for path, module in lora.items():
-        stem = f"base_model.model.{path}"
-        tensors[f"{stem}.lora_A.weight"], tensors[f"{stem}.lora_B.weight"] = module.down, module.up
-        if module.magnitude is not None:
-            tensors[f"{stem}.lora_magnitude_vector"] = module.magnitude
-    return tensors
-
-
-def verify_peft_folder(
-    model: nn.ModuleDict, adapter: "Adapter", folder: Path, forward: Callable[[nn.ModuleDict], Tensor]
-) -> Verification:
+def verify_peft_folder(model: nn.ModuleDict, adapter: "Adapter", folder: Path, forward: Forward) -> Verification:
     """Proof by peft's own loader, on the very model that was trained; model, adapter and random state stay as they were.
 
     Adapters on single experts are only read back: peft wants the experts fused, as they are in transformers' model.
     """
-    with host_memory():
-        live, stored = adapter.export(), read_peft_folder(folder)
-        require(stored.keys() == live.keys(), folder, f"{len(stored)} / {len(live)}")
-        difference = max(delta_difference(stored[name], live[name]) for name in live)
-        dtype = next(iter(_dtypes(folder)))
-    require(difference <= FILE_TOLERANCE[dtype], folder, f"delta W: {difference:.2e}")
-    if any(".experts." in path for path in live):
-        return Verification(folder, len(live), difference, 0.0, 0.0, t(pt="releitura própria", en="our own reader"))
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), quiet_probe(model, adapter):
-        with adapter.disabled():
-            base = forward(model).float()
-        with lifted_out(model, adapter):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers in its older words
-                peft.PeftModel.from_pretrained(model[PART], str(folder), low_cpu_mem_usage=False)
-            loaded = check_consumer(model, stored, folder)
-            raw = forward(model)
-        with rounded(adapter, stored, loaded):
-            reference = forward(model).float()
-    output, effect = relative(raw.float(), reference), relative(raw.float(), base)
-    tolerance = max(OUTPUT_TOLERANCE[loaded], OUTPUT_TOLERANCE[raw.dtype])
-    require(output <= tolerance, folder, f"output: {output:.2e}")
-    require(effect > 0 or torch.equal(reference, base), folder, "no effect")
-    return Verification(folder, len(live), difference, output, effect, f"peft {peft.__version__}")
+    if any(".experts." in path for path in adapter.layers):
+        with host_memory():
+            modules, difference = read_back(adapter, folder)
+        return Verification(folder, len(modules), difference, 0.0, 0.0, t(pt="releitura própria", en="our own reader"))
+    return prove(model, adapter, folder, partial(_by_peft, folder), forward)
 
 
-def _dtypes(folder: Path) -> set[torch.dtype]:
-    return {tensor.dtype for tensor in read_tensors(folder / WEIGHTS, str(folder))[0].values()}
+def _by_peft(folder: Path, modules: Any, model: nn.ModuleDict) -> Loaded:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers in its older words
+        peft.PeftModel.from_pretrained(model[PART], str(folder), low_cpu_mem_usage=False)
+    return Loaded(f"peft {peft.__version__}", check_consumer(model, modules, folder))

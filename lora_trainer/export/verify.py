@@ -1,149 +1,132 @@
-"""Proof that a saved file works: re-read, and loaded by diffusers' own loader onto the very model that was trained.
+"""Who proves an image model's file: the loader of the user's own pipeline, onto the very model that was trained (proof.py).
 
-The trainer's layers are lifted out, so that no second copy of the base is needed, and put back at the end with their
-exact weights. Outputs are compared with the live adapter rounded as the file is; what the rounding itself cost is
-measured apart, as the change of each module's delta W. One reading is known to differ: diffusers drops DoRA's
-magnitudes from kohya files; then the difference is not refused but told. Left out: other programs (A1111, ComfyUI), which cannot be
-called from here; the key lists in tests/golden stand for them.
+Where diffusers has no loader for the pipeline, or its loader does not take the layout or the kind, there is nobody to ask: our own
+reading is put beside the base's layers in place of the trainer's, each change of a weight as a whole and one at a time, and that
+is said. One reading is known to differ: diffusers drops DoRA's magnitudes from kohya files; then the difference is not refused but
+told. Left out: other programs (A1111, ComfyUI), which cannot be called from here; the key lists in tests/golden stand for them.
 """
 
 import inspect
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import diffusers as diffusers_library
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..adapters import Adapter
 from ..engine.tracker import host_memory
 from ..errors import t
 from ..files.headers import read_header
-from ..layouts import diffusers
-from ..layouts.fused import slots_of
-from ..layouts.read import LoraFile, differences, is_kohya, read_lora
-from ..layouts.readers import reader_for
-from .proof import (
-    FILE_TOLERANCE,
-    OUTPUT_TOLERANCE,
-    Verification,
-    check_consumer,
-    delta_difference,
-    lifted_out,
-    no_effect_notice,
-    quiet_probe,
-    relative,
-    require,
-    rounded,
-    stored_dtype,
-)
-from .verify_lycoris import verify_lycoris
+from ..layouts.lora import LoraModule
+from ..layouts.read import is_kohya
+from ..layouts.readers import loader_for, pipeline_for, proves
+from .proof import Forward, Load, Loaded, Verification, check_consumer, prove
 
 if TYPE_CHECKING:
-    from ..adapters import Adapter
     from ..seam.family import Family
 
 
-def verify(
-    model: nn.ModuleDict, adapter: "Adapter", family: "Family", path: Path, forward: Callable[[nn.ModuleDict], Tensor]
-) -> Verification:
-    """Model, adapter and random state come out as they went in, also after an error.
-
-    `forward` runs a small fixed batch; under autocast it must return the dtype it computed in (it sets the bound).
-    """
-    if adapter.kind != "lora":
-        return verify_lycoris(model, adapter, family, path, forward)
-    with host_memory():
-        live = adapter.export()
-        file, dtype = _read_checked(path, adapter)
-        changed = max(delta_difference(file.lora[name], live[name]) for name in live)
-    require(changed <= FILE_TOLERANCE[dtype], path, f"delta W: {changed:.2e}")
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), quiet_probe(model, adapter):
-        with adapter.disabled():
-            base = forward(model).float()
-        with lifted_out(model, adapter):
-            drops_dora = _load_as_consumer(model, family, path, file)
-            compute_dtype = check_consumer(model, file.lora, path)
-            raw = forward(model)
-        with rounded(adapter, file.lora, compute_dtype):
-            reference = forward(model).float()
-    output_difference, effect = relative(raw.float(), reference), relative(raw.float(), base)
-    notice = _dora_notice(output_difference) if drops_dora else ""
-    if not drops_dora:
-        tolerance = max(OUTPUT_TOLERANCE[compute_dtype], OUTPUT_TOLERANCE[raw.dtype])
-        require(output_difference <= tolerance, path, f"output: {output_difference:.2e}")
-        require(effect > 0 or torch.equal(reference, base), path, "no effect")
-    if not effect:
-        notice = no_effect_notice()
-    reader = _our_reader() if _only_we_read(path, family) else f"diffusers {diffusers_library.__version__}"
-    return Verification(path, len(live), changed, output_difference, effect, reader, notice)
+def verify(model: nn.ModuleDict, adapter: Adapter, family: "Family", path: Path, forward: Forward) -> Verification:
+    """Model, adapter and random state come out as they went in, also after an error."""
+    layout = "kohya" if is_kohya(read_header(path, path.name)[0]) else "diffusers"
+    loader = loader_for(family)
+    if loader is None:
+        load: Load = partial(_by_ourselves, _no_loader(pipeline_for(family).__name__))
+    elif not proves(family, layout, adapter.kind):
+        load = partial(_by_ourselves, _not_read(adapter.kind))
+    else:
+        load = partial(_by_pipeline, loader, path)
+    return prove(model, adapter, path, load, forward)
 
 
-def _only_we_read(path: Path, family: "Family") -> bool:
-    """A kohya file of a model whose kohya files diffusers does not know."""
-    return not getattr(family, "kohya_as_released", True) and is_kohya(read_header(path, path.name)[0])
+def _no_loader(pipeline: str) -> str:
+    return t(
+        pt=f"nosso leitor, pois o diffusers não tem carregador de LoRA para {pipeline}",
+        en=f"our own reader, since diffusers has no LoRA loader for {pipeline}",
+    )
 
 
-def _our_reader() -> str:
+def _not_read(kind: str) -> str:
+    if kind != "lora":
+        return t(
+            pt="releitura própria (o diffusers não lê este arquivo)", en="our own reader (diffusers does not read this file)"
+        )
     return t(
         pt="nosso leitor, pois o diffusers não lê este arquivo (para ele, acrescente diffusers a saida.formatos)",
         en="our own reader, since diffusers does not read this file (for it, add diffusers to output.formats)",
     )
 
 
-def _read_checked(path: Path, adapter: "Adapter") -> tuple[LoraFile, torch.dtype]:
-    """The file, found complete and finite, and the dtype of its matrices."""
-    dtype = stored_dtype(path)
-    prefixes, slots = adapter.family.export_prefixes(), slots_of(adapter.family)
-    file = read_lora(path, list(adapter.layers), prefixes, adapter.layers_per_block, slots)
-    lines = differences(file, adapter.export())
-    require(not lines, path, "; ".join(lines))
-    return file, dtype
+def _by_pipeline(loader: Any, path: Path, modules: Any, model: nn.ModuleDict) -> Loaded:
+    """`loader`: diffusers', of the user's pipeline."""
+    load = _into_transformer if "transformer" in model else _into_unet
+    drops_dora = load(loader, path, modules, model)
+    lora = all(isinstance(module, LoraModule) for module in modules.values())
+    dtype = check_consumer(model, modules, path) if lora else torch.float32
+    return Loaded(f"diffusers {diffusers_library.__version__}", dtype, drops_dora)
 
 
-def _load_as_consumer(model: nn.ModuleDict, family: "Family", path: Path, file: LoraFile) -> bool:
-    """Load the file with diffusers' pipeline loader; returns whether that left out DoRA's magnitudes."""
-    reader = reader_for(family)
-    if "transformer" in model:
-        _load_into_transformer(reader, model, family, path, file)
-        return False
-    state, alphas, metadata = reader.lora_state_dict(
-        str(path), unet_config=getattr(model["unet"], "config", None), local_files_only=True, return_lora_metadata=True
+def _into_unet(loader: Any, path: Path, modules: Any, model: nn.ModuleDict) -> bool:
+    """And into text encoders; whether DoRA's magnitudes were left out."""
+    config = getattr(model["unet"], "config", None)
+    state, alphas, metadata = loader.lora_state_dict(
+        str(path), unet_config=config, local_files_only=True, return_lora_metadata=True
     )
-    parts = sorted({name.partition(".")[0] for name in file.lora})
-    for part in parts:
+    for part in sorted({name.partition(".")[0] for name in modules}):
         if part.startswith("text_encoder"):
-            reader.load_lora_into_text_encoder(state, alphas, model[part], prefix=part, metadata=metadata)
+            loader.load_lora_into_text_encoder(state, alphas, model[part], prefix=part, metadata=metadata)
         else:
-            reader.load_lora_into_unet(state, alphas, model[part], metadata=metadata)
-    has_dora = any(module.magnitude is not None for module in file.lora.values())
+            loader.load_lora_into_unet(state, alphas, model[part], metadata=metadata)
+    has_dora = any("magnitude" in module.factors for module in modules.values())
     return has_dora and not any("magnitude" in key for key in state)
 
 
-def _load_into_transformer(reader: Any, model: nn.ModuleDict, family: "Family", path: Path, file: LoraFile) -> None:
-    """A kohya file comes with parts that are all zero; and diffusers takes it apart for the released sizes only: for others
-    our own reading of it goes through the loader. Some loaders keep alphas apart (FLUX's); others fold them in."""
-    apart = "network_alphas" in inspect.signature(reader.load_lora_into_transformer).parameters
-    alphas = None
-    if _only_we_read(path, family):
-        state, metadata = diffusers.pack(diffusers.folded(file.lora), {}), None
-    else:
-        wanted = {"return_lora_metadata": True, **({"return_alphas": True} if apart else {})}
-        state, *between, metadata = reader.lora_state_dict(str(path), local_files_only=True, **wanted)
-        alphas = between[0] if apart else None
-    empty = {key.partition(".lora_B")[0] for key, value in state.items() if ".lora_B" in key and not bool(value.any())}
-    gone = empty - file.lora.keys()
+def _into_transformer(loader: Any, path: Path, modules: Any, model: nn.ModuleDict) -> bool:
+    """A kohya file comes with parts that are all zero. Some loaders keep alphas apart (FLUX's); others fold them in."""
+    apart = "network_alphas" in inspect.signature(loader.load_lora_into_transformer).parameters
+    wanted = {"return_lora_metadata": True, **({"return_alphas": True} if apart else {})}
+    state, *alphas, metadata = loader.lora_state_dict(str(path), local_files_only=True, **wanted)
+    zero = {key.partition(".lora_B")[0] for key, value in state.items() if ".lora_B" in key and not bool(value.any())}
+    gone = zero - modules.keys()
     state = {key: value for key, value in state.items() if key.partition(".lora_")[0] not in gone}
-    options = {"network_alphas": alphas} if apart else {}
-    reader.load_lora_into_transformer(state, transformer=model["transformer"], metadata=metadata, **options)
+    options = {"network_alphas": alphas[0]} if apart else {}
+    loader.load_lora_into_transformer(state, transformer=model["transformer"], metadata=metadata, **options)
+    return False
 
 
-def _dora_notice(difference: float) -> str:
-    return t(
-        pt=f"atenção: o diffusers ignora o DoRA de arquivos kohya, e por isso nele a saída difere "
-        f"{100 * difference:.1f} % da do treino; para o diffusers, acrescente diffusers a saida.formatos",
-        en=f"attention: diffusers ignores DoRA in kohya files, so there the output differs "
-        f"{100 * difference:.1f} % from the trainer's; for diffusers, add diffusers to output.formats",
-    )
+def _by_ourselves(words: str, modules: Any, model: nn.ModuleDict) -> Loaded:
+    for name, module in modules.items():
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, Changed(model.get_submodule(name), module))
+    return Loaded(words)
 
 
+class Changed(nn.Module):
+    """A layer with a change of its weight beside it."""
+
+    def __init__(self, base_layer: nn.Module, module: Any) -> None:
+        super().__init__()
+        self.base_layer, self.module = base_layer, module
+
+    @property
+    def weight(self) -> Tensor:
+        return cast(Tensor, self.base_layer.weight)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return cast("Tensor | None", self.base_layer.bias)
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor = self.base_layer(input, *args, **kwargs)
+        layer, kind = self.base_layer, input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+        with host_memory():
+            delta: Tensor = self.module.change(self.weight).view(self.weight.shape)
+        delta, input = delta.to(input.device, dtype), input.to(dtype)
+        if isinstance(layer, nn.Conv2d):
+            how: Any = (layer.stride, layer.padding, layer.dilation)
+            return (output + F.conv2d(input, delta, None, *how)).to(output.dtype)
+        return (output + F.linear(input, delta)).to(output.dtype)

@@ -7,7 +7,6 @@ product as it was. What overflows even so belongs to a training that diverged, a
 coarse for a product.
 """
 
-import errno
 import json
 import logging
 import struct
@@ -19,11 +18,11 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from ..atomic import replacing
-from ..errors import DivergedError, MachineError, t
-from ..layouts import diffusers, fused, kohya, lycoris
-from ..layouts.lora import Lora
-from .metadata import as_text, capped, hashes, network_facts
+from ..adapters.targets import is_wide_conv
+from ..errors import DivergedError, t
+from ..layouts import diffusers, fused, kohya, lycoris_files
+from ._folders import new_file
+from .metadata import capped, hashes, network_facts
 
 if TYPE_CHECKING:
     from ..adapters import Adapter
@@ -43,8 +42,12 @@ def save_adapter(
     adapter: "Adapter", family: "Family", path: Path, format: Format, precision: Precision, metadata: Mapping[str, Any]
 ) -> Path:
     """Write `path`; DivergedError, and nothing written, if a value is not finite. Notices go to the log."""
-    tensors, facts = (_lora if adapter.kind == "lora" else _lycoris)(adapter, family, path, format, precision)
-    stored = cast(tensors, DTYPES[precision], path)
+    modules = prepared(adapter.modules(), precision, path, folded=format == "diffusers")
+    wide = [name for name, layer in adapter.layers.items() if is_wide_conv(layer.base_layer)]
+    facts = network_facts(modules, adapter.kind, wide)
+    if format == "diffusers" and adapter.kind == "lora":
+        facts |= diffusers.adapter_metadata(modules)
+    stored = cast(_pack(modules, adapter.kind, family, format), DTYPES[precision], path)
     text, notices = capped({**metadata, **facts})
     for notice in notices:
         log.warning(notice)
@@ -52,44 +55,23 @@ def save_adapter(
     return path
 
 
-def _lora(
-    adapter: "Adapter", family: "Family", path: Path, format: Format, precision: Precision
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What the file holds, and what only it can tell."""
-    lora = adapter.export()
-    _refuse_non_finite({name: module.tensors for name, module in lora.items()}, path)
-    if format == "diffusers":
-        lora = diffusers.folded(lora)
-    if precision == "fp16":
-        lora = {name: m.balanced() if any(map(_needs_balance, m.tensors[:2])) else m for name, m in lora.items()}
-    facts = network_facts(lora)
-    if format == "diffusers":
-        facts |= diffusers.adapter_metadata(lora)
-    return _pack(lora, family, format), facts
-
-
-def _lycoris(
-    adapter: "Adapter", family: "Family", path: Path, format: Format, precision: Precision
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The same of a LoHa or LoKr."""
-    modules = adapter.export_lycoris()
-    _refuse_non_finite({name: list(module.factors.values()) for name, module in modules.items()}, path)
-    if format == "diffusers":
+def prepared(modules: Any, precision: Precision, path: Path, *, folded: bool = False) -> Any:
+    """Found finite; `folded`: of scale 1; and so balanced that fp16 holds them."""
+    _refuse_non_finite(modules, path)
+    if folded:
         modules = {name: module.with_scale(1.0) for name, module in modules.items()}
-    if precision == "fp16":
-        modules = {
-            name: m.balanced() if any(map(_needs_balance, m.factors.values())) else m for name, m in modules.items()
-        }
-    shapes = {name: tuple(layer.weight.shape) for name, layer in adapter.layers.items()}
-    facts = as_text(lycoris.network_facts(modules, shapes))
-    return lycoris.pack(modules, family.export_prefixes(), format), facts
+    if precision != "fp16":
+        return modules
+    return {name: m.balanced() if any(map(_needs_balance, m.matrices)) else m for name, m in modules.items()}
 
 
-def _pack(lora: Lora, family: "Family", format: Format) -> dict[str, Tensor]:
+def _pack(modules: Any, kind: str, family: "Family", format: Format) -> dict[str, Tensor]:
+    prefixes = family.export_prefixes()
+    if kind != "lora":
+        return lycoris_files.pack(modules, prefixes, format)
     if format == "diffusers":
-        return diffusers.pack(lora, family.export_prefixes())
-    slots = fused.slots_of(family)
-    return kohya.pack(lora, family.export_prefixes()) if slots is None else fused.pack(lora, slots)
+        return diffusers.pack(modules)
+    return kohya.pack(modules, prefixes) if family.kohya_slots is None else fused.pack(modules, family.kohya_slots)
 
 
 def cast(tensors: Mapping[str, Tensor], dtype: torch.dtype, path: Path) -> dict[str, Tensor]:
@@ -147,21 +129,8 @@ def _with_header(header: Mapping[str, Any], metadata: Mapping[str, str], body: b
 
 def write_atomically(path: Path, data: bytes) -> None:
     """All of `data` or, after any failure, what was there before."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            temporary.write_bytes(data)
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        reason = t(pt="o disco está cheio", en="the disk is full") if full else str(error)
-        raise MachineError(
-            t(pt=f"não foi possível gravar o arquivo ({reason})", en=f"the file could not be written ({reason})"),
-            t(
-                pt=f"libere {len(data) / 2**20:.0f} MiB ou mude saida.diretorio",
-                en=f"free {len(data) / 2**20:.0f} MiB or change output.dir",
-            ),
-            str(path),
-        ) from error
+    with new_file(path, len(data)) as temporary:
+        temporary.write_bytes(data)
 
 
 def _needs_balance(matrix: Tensor) -> bool:
@@ -174,8 +143,8 @@ def _needs_balance(matrix: Tensor) -> bool:
     return lost or float(size.max()) > limits.max or float(size.square().mean().sqrt()) < 2.0**-12
 
 
-def _refuse_non_finite(modules: Mapping[str, list[Tensor]], path: Path) -> None:
-    wrong = [name for name, tensors in modules.items() if not all(bool(x.isfinite().all()) for x in tensors)]
+def _refuse_non_finite(modules: Any, path: Path) -> None:
+    wrong = [name for name, m in modules.items() if not all(bool(x.isfinite().all()) for x in m.factors.values())]
     if wrong:
         raise DivergedError(
             t(

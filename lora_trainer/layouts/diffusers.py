@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .lora import Lora, LoraModule, portable_path
+from . import table
+from .lora import Lora, portable_path
 
 METADATA_KEY = "lora_adapter_metadata"
 _KEY = re.compile(
@@ -29,22 +30,15 @@ _KEY = re.compile(
 )
 
 
-def pack(lora: Lora, prefixes: Mapping[str, str]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for path, module in folded(lora).items():
-        name = portable_path(path)
-        tensors[f"{name}.lora_A.weight"] = module.down
-        tensors[f"{name}.lora_B.weight"] = module.up
-        if module.magnitude is not None:
-            shape = (1, -1, 1, 1) if module.down.ndim == 4 else (-1,)
-            # transformers 5 needs `.weight` to find a magnitude; peft, which loads the UNet's, takes either spelling
-            suffix = ".weight" if name.startswith("text_encoder") else ""
-            tensors[f"{name}.lora_magnitude_vector{suffix}"] = module.magnitude.reshape(shape)
-    return tensors
+def pack(lora: Lora) -> dict[str, Tensor]:
+    packed = table.pack(lora, table.LAYOUTS["diffusers"], portable_path)
+    return {_as_transformers_reads(key): tensor for key, tensor in packed.items()}
 
 
-def folded(lora: Lora) -> Lora:
-    return {path: module.with_scale(1.0) for path, module in lora.items()}
+def _as_transformers_reads(key: str) -> str:
+    """transformers 5 needs `.weight` to find a text encoder's magnitude; peft, which loads the UNet's, takes either spelling."""
+    text = key.startswith("text_encoder") and key.endswith(".lora_magnitude_vector")
+    return f"{key}.weight" if text else key
 
 
 def adapter_metadata(lora: Lora) -> dict[str, str]:
@@ -69,19 +63,14 @@ def unpack(tensors: Mapping[str, Tensor], paths: Iterable[str], metadata: Mappin
     """The modules among `paths`, and the file's names that belong to none of them. Old diffusers spellings too, and without
     the part's name, as peft and DiffSynth save the one model they know."""
     by_name = {spelling: path for path in paths for spelling in (path, portable_path(path), _bare(path))}
-    found: dict[str, dict[str, Tensor]] = {}
-    strangers = set()
-    for key, tensor in tensors.items():
+
+    def place(key: str) -> table.Place:
         match = _KEY.fullmatch(_plain(key))
-        path = by_name.get(_modern(match["path"])) if match else None
-        if match and path and match.lastgroup:
-            found.setdefault(path, {})[match.lastgroup] = tensor
-        else:
-            strangers.add(match["path"] if match else key)
-    complete = {path: parts for path, parts in found.items() if {"down", "up"} <= parts.keys()}
-    strangers.update(found.keys() - complete.keys())
-    config = _read_config(metadata)
-    return {path: _module(path, parts, config) for path, parts in complete.items()}, sorted(strangers)
+        return table.Place(match["path"], by_name.get(_modern(match["path"])), match.lastgroup) if match else table.Place(key)
+
+    found, strangers = table.gather(tensors, place)
+    config = json.loads(metadata.get(METADATA_KEY, "{}"))
+    return {path: table.lora_module(parts, _scale(path, parts, config)) for path, parts in found.items()}, strangers
 
 
 def _plain(key: str) -> str:
@@ -103,10 +92,6 @@ def _modern(path: str) -> str:
     return re.sub(r"\.self_attn\.to_(q|k|v|out)$", r".self_attn.\1_proj", path)
 
 
-def _read_config(metadata: Mapping[str, str]) -> dict[str, Any]:
-    return json.loads(metadata[METADATA_KEY]) if METADATA_KEY in metadata else {}
-
-
 def with_peft_config(metadata: Mapping[str, str], config: Path, paths: Iterable[str]) -> dict[str, str]:
     """What peft's own folders tell of alpha beside the file, said as diffusers' metadata says it."""
     if METADATA_KEY in metadata or not config.is_file():
@@ -116,15 +101,12 @@ def with_peft_config(metadata: Mapping[str, str], config: Path, paths: Iterable[
     return {**metadata, METADATA_KEY: json.dumps({f"{part}.{key}": told[key] for part in parts for key in told})}
 
 
-def _module(path: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> LoraModule:
+def _scale(path: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> float:
     part, _, rest = path.partition(".")
-    rank = int(parts["down"].shape[0])
+    rank = len(parts["down"])
     alpha = float(config.get(f"{part}.lora_alpha") or rank)
     for pattern, value in (config.get(f"{part}.alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", rest) or re.match(rf"({pattern})$", path):
             alpha = float(value)
-    if "alpha" in parts:
-        alpha = float(parts["alpha"])
-    scale = alpha / (rank**0.5 if config.get(f"{part}.use_rslora") else rank)
-    magnitude = parts["magnitude"].flatten() if "magnitude" in parts else None
-    return LoraModule(parts["down"], parts["up"], scale, magnitude)
+    alpha = float(parts["alpha"]) if "alpha" in parts else alpha
+    return alpha / (rank**0.5 if config.get(f"{part}.use_rslora") else rank)

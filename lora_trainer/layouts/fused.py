@@ -9,30 +9,23 @@ magnitude belongs to whole rows of the fused matrix.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..seam.slots import Slot, Slots, flat
+from . import table
 from .lora import Lora, LoraModule
 
-
-def slots_of(family: Any) -> Slots | None:
-    """None for families whose modules have names of their own in kohya files."""
-    found: Slots | None = getattr(family, "kohya_slots", None)
-    return found
+_FACTORS = {"lora_down.weight": "down", "lora_up.weight": "up"}
 
 
 def pack(lora: Lora, slots: Slots) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
+    fused: Lora = {}
     for name, (rows, members) in _by_name(lora, slots).items():
         parts = {index: _ordered(lora[path], slots(path)) for index, path in members.items()}
-        module = _fused(parts, rows) if rows else parts[0]
-        tensors[f"{name}.lora_down.weight"] = module.down
-        tensors[f"{name}.lora_up.weight"] = module.up
-        tensors[f"{name}.alpha"] = torch.tensor(module.alpha)
-    return tensors
+        fused[name] = _fused(parts, rows) if rows else parts[0]
+    return table.pack(fused, table.LAYOUTS["kohya"], str)
 
 
 def _by_name(paths: Iterable[str], slots: Slots) -> dict[str, tuple[tuple[int, ...], dict[int, str]]]:
@@ -74,17 +67,16 @@ def unpack(tensors: Mapping[str, Tensor], paths: Iterable[str], slots: Slots) ->
     usual = _by_name(paths, slots)
     unfused = {flat(path.partition(".")[2]): ((), {0: path}) for path in paths}
     places = unfused | usual
+
+    def place(key: str) -> table.Place:
+        name, _, ending = key.partition(".")
+        return table.Place(name, name if name in places else None, _FACTORS.get(ending, ending))
+
+    found, strangers = table.gather(tensors, place)
     lora: Lora = {}
-    strangers = []
-    for name in dict.fromkeys(key.partition(".")[0] for key in tensors):
-        down, up = (tensors.get(f"{name}.lora_{side}.weight") for side in ("down", "up"))
-        if name not in places or down is None or up is None:
-            strangers.append(name)
-            continue
+    for name, factors in found.items():
         rows, members = places[name]
-        alpha = tensors.get(f"{name}.alpha")
-        whole = LoraModule(down, up, float(alpha if alpha is not None else len(down)) / len(down))
-        for index, part in enumerate(split(whole, rows)) if rows else [(0, whole)]:
+        for index, part in enumerate(split(table.lora_module(factors), rows)):
             if index in members:
                 path = members[index]
                 lora[path] = _ordered(part, slots(path) if name in usual else None)
@@ -125,7 +117,9 @@ def _with_kohyas_prefix(key: str) -> str:
 
 
 def split(whole: LoraModule, rows: tuple[int, ...]) -> list[LoraModule]:
-    """The parts of a fused LoRA: each with its own rank where they lie on a block diagonal, else with the whole `down`."""
+    """The parts of a LoRA of a fused matrix: each of its own rank where they lie on a block diagonal, else with all of `down`."""
+    if not rows:
+        return [whole]
     assert sum(rows) == len(whole.up), f"{tuple(whole.up.shape)} is not {rows}"
     ups = whole.up.split(rows)
     rank, rest = divmod(whole.rank, len(rows))

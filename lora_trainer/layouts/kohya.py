@@ -14,12 +14,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor
 
-from .lora import Lora, LoraModule, portable_path
+from . import table
+from .lora import Lora, portable_path
 
-_ROLES = {"lora_down.weight": "down", "lora_up.weight": "up", "alpha": "alpha", "dora_scale": "magnitude"}
+LAYOUT = table.LAYOUTS["kohya"]
+_FACTORS = {ending: factor for factor, ending in LAYOUT.endings.items()} | {"alpha": "alpha"}
 _ATTENTION = re.compile(r"\.attn\d\.to_(q|k|v|out\.0)$")
 _RESNET_PARTS = {
     "in_layers_2": "conv1",
@@ -44,15 +45,7 @@ def module_name(path: str, prefixes: Mapping[str, str]) -> str:
 
 
 def pack(lora: Lora, prefixes: Mapping[str, str]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for path, module in _with_readable_alphas(lora).items():
-        name = module_name(path, prefixes)
-        tensors[f"{name}.lora_down.weight"] = module.down
-        tensors[f"{name}.lora_up.weight"] = module.up
-        tensors[f"{name}.alpha"] = torch.tensor(module.alpha)
-        if module.magnitude is not None:
-            tensors[f"{name}.dora_scale"] = module.magnitude.reshape(-1, *[1] * (module.down.ndim - 1))
-    return tensors
+    return table.pack(_with_readable_alphas(lora), LAYOUT, lambda path: module_name(path, prefixes))
 
 
 def unpack(
@@ -60,18 +53,14 @@ def unpack(
 ) -> tuple[Lora, list[str]]:
     """The modules among `paths`, and the file's names that belong to none of them."""
     by_name = {module_name(path, prefixes): path for path in paths}
-    found: dict[str, dict[str, Tensor]] = {}
-    strangers = set()
-    for key, tensor in tensors.items():
-        name, _, role = key.partition(".")
+
+    def place(key: str) -> table.Place:
+        name, _, ending = key.partition(".")
         path = by_name.get(name) or by_name.get(diffusers_name(name, layers_per_block))
-        if path and role in _ROLES:
-            found.setdefault(path, {})[_ROLES[role]] = tensor
-        else:
-            strangers.add(name if role in _ROLES else key)
-    complete = {path: parts for path, parts in found.items() if {"down", "up"} <= parts.keys()}
-    strangers.update(found.keys() - complete.keys())
-    return {path: _module(parts) for path, parts in complete.items()}, sorted(strangers)
+        return table.Place(name if ending in _FACTORS else key, path, _FACTORS.get(ending))
+
+    found, strangers = table.gather(tensors, place)
+    return {path: table.lora_module(parts) for path, parts in found.items()}, strangers
 
 
 def diffusers_name(name: str, layers_per_block: int) -> str:
@@ -86,19 +75,12 @@ def diffusers_name(name: str, layers_per_block: int) -> str:
         return f"{prefix}mid_block_{kind}_{_RESNET_PARTS.get(middle[2], middle[2])}"
     if not (block := re.fullmatch(r"(input|output)_blocks_(\d+)_(\d)_(.+)", body)):
         return name
-    down, index, inner, rest = block[1] == "input", int(block[2]), block[3], block[4]
-    stage, layer = divmod(index - 1 if down else index, layers_per_block + 1)
+    side, index, inner, rest = "down" if block[1] == "input" else "up", int(block[2]), block[3], block[4]
+    stage, layer = divmod(index - 1 if side == "down" else index, layers_per_block + 1)
     if rest in ("op", "conv"):
-        return f"{prefix}{'down' if down else 'up'}_blocks_{stage}_{'down' if down else 'up'}samplers_0_conv"
+        return f"{prefix}{side}_blocks_{stage}_{side}samplers_0_conv"
     kind = "resnets" if inner == "0" else "attentions"
-    return f"{prefix}{'down' if down else 'up'}_blocks_{stage}_{kind}_{layer}_{_RESNET_PARTS.get(rest, rest)}"
-
-
-def _module(parts: Mapping[str, Tensor]) -> LoraModule:
-    rank = parts["down"].shape[0]
-    alpha = float(parts["alpha"]) if "alpha" in parts else float(rank)
-    magnitude = parts["magnitude"].flatten() if "magnitude" in parts else None
-    return LoraModule(parts["down"], parts["up"], alpha / rank, magnitude)
+    return f"{prefix}{side}_blocks_{stage}_{kind}_{layer}_{_RESNET_PARTS.get(rest, rest)}"
 
 
 def _with_readable_alphas(lora: Lora) -> Lora:

@@ -29,12 +29,26 @@ class LoraModule:
         return self.scale * self.rank
 
     @property
-    def tensors(self) -> list[Tensor]:
-        return [t for t in (self.down, self.up, self.magnitude) if t is not None]
+    def factors(self) -> dict[str, Tensor]:
+        named = {"down": self.down, "up": self.up, "magnitude": self.magnitude}
+        return {name: factor for name, factor in named.items() if factor is not None}
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """What `balanced` moves sizes between."""
+        return [self.down, self.up]
 
     def delta(self) -> Tensor:
         """Change of the weight without DoRA's rescaling: (out, in) or (out, in · kh · kw)."""
         return self.scale * (self.up.float().flatten(1) @ self.down.float().flatten(1))
+
+    def change(self, weight: Tensor) -> Tensor:
+        """Of this very weight, DoRA's rescaling included: (out, in) or (out, in · kh · kw), float32 on the CPU."""
+        if self.magnitude is None:
+            return self.delta()
+        before = weight.detach().to("cpu", torch.float32).flatten(1)
+        after = before + self.delta()
+        return after * (self.magnitude.float() / torch.linalg.vector_norm(after, dim=1))[:, None] - before
 
     def with_scale(self, scale: float) -> "LoraModule":
         """The same effect under another scale; the difference goes into `up`."""

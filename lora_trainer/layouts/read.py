@@ -1,13 +1,13 @@
-"""Reading a LoRA file of either layout, and saying in words how it differs from the adapter it should go into.
+"""Reading a LoRA file of either layout, and what of files is refused by name.
 
 Tensors come back in float32 whatever the file holds (fp8 included): a LoRA is never trained in less.
 """
 
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -17,15 +17,21 @@ from torch import Tensor
 from ..config.names import shown
 from ..errors import SourceError, t
 from ..files.headers import read_header
+from ..seam.slots import Slots
 from . import diffusers, fused, kohya
-from .lora import Lora
+from .lora import LoraModule
+from .lycoris import TITLES, LycorisModule, kind_of
 
 _OTHER_KINDS = {"hada_w1": "LoHa", "lokr_w": "LoKr", "lora_mid": "LoCon (CP)", "oft_": "OFT", "diff_b": "diff"}
+_OTHER_FORMS = {"hada_t1": "Tucker", "lokr_t2": "Tucker", "dora_scale": "DoRA"}
+
+
+Module = TypeVar("Module", LoraModule, LycorisModule)
 
 
 @dataclass(frozen=True)
-class LoraFile:
-    lora: Lora
+class LoraFile(Generic[Module]):
+    lora: dict[str, Module]
     strangers: list[str]
     """Names in the file that no module of the model has."""
     metadata: dict[str, str]
@@ -48,8 +54,8 @@ def read_lora(
     paths: list[str],
     prefixes: Mapping[str, str],
     layers_per_block: int = 2,
-    slots: fused.Slots | None = None,
-) -> LoraFile:
+    slots: Slots | None = None,
+) -> LoraFile[LoraModule]:
     """`paths`: the module paths the model can take; `prefixes`: part -> kohya prefix; `slots`: of fused.py."""
     tensors, metadata = read_as_float32(path, lambda stored: refuse_other_kinds(stored, path))
     try:
@@ -89,81 +95,6 @@ def damaged(path: Path, error: Exception) -> SourceError:
     )
 
 
-def differences(file: LoraFile, live: Lora) -> list[str]:
-    """Empty if the file fits the adapter: same modules, ranks and kind. One line for each kind of difference."""
-    lines = name_lines(file.strangers, file.lora.keys(), live.keys())
-    common = sorted(live.keys() & file.lora.keys())
-    ranks = Counter((file.lora[p].rank, live[p].rank) for p in common if file.lora[p].rank != live[p].rank)
-    for (theirs, ours), count in sorted(ranks.items()):
-        lines.append(
-            t(
-                pt=f"rank {theirs} no arquivo, {ours} na configuração, em {count} módulos",
-                en=f"rank {theirs} in the file, {ours} in the config, in {count} modules",
-            )
-        )
-    if shapes := [p for p in common if _layer_shape(file.lora, p) != _layer_shape(live, p)]:
-        lines.append(
-            t(
-                pt=f"{len(shapes)} camadas têm outro tamanho: o arquivo é de outra família de modelo",
-                en=f"{len(shapes)} layers have another size: the file is of another model family",
-            )
-        )
-    if broken := [p for p in common if file.lora[p].up.shape[1:2] != file.lora[p].down.shape[:1]]:
-        lines.append(
-            t(
-                pt=f"{len(broken)} módulos do arquivo têm matrizes que não se multiplicam ({_sample(broken)})",
-                en=f"{len(broken)} modules of the file have matrices that do not multiply ({_sample(broken)})",
-            )
-        )
-    dora = [p for p in common if (file.lora[p].magnitude is None) != (live[p].magnitude is None)]
-    if dora:
-        theirs_word, ours_word = ("sem", "com") if file.lora[dora[0]].magnitude is None else ("com", "sem")
-        english = {"sem": "without", "com": "with"}
-        lines.append(
-            t(
-                pt=f"{theirs_word} DoRA no arquivo, {ours_word} DoRA na configuração",
-                en=f"{english[theirs_word]} DoRA in the file, {english[ours_word]} DoRA in the config",
-            )
-        )
-    return lines
-
-
-def name_lines(strangers: Sequence[str], theirs: Collection[str], ours: Collection[str]) -> list[str]:
-    """What the file has and the adapter has not, and the other way round."""
-    lines = []
-    if halves := sorted(set(strangers) & set(ours)):
-        lines.append(
-            t(
-                pt=f"o arquivo está incompleto: de {len(halves)} módulos só tem uma parte das matrizes ({_sample(halves)})",
-                en=f"the file is incomplete: of {len(halves)} modules it has only some of the matrices ({_sample(halves)})",
-            )
-        )
-        strangers, theirs = [name for name in strangers if name not in halves], {*theirs, *halves}
-    if strangers:
-        lines.append(
-            t(
-                pt=f"{len(strangers)} módulos do arquivo não recebem LoRA aqui ({_sample(strangers)})",
-                en=f"{len(strangers)} modules of the file get no LoRA here ({_sample(strangers)})",
-            )
-        )
-    if missing := sorted(set(ours) - set(theirs)):
-        lines.append(
-            t(
-                pt=f"{len(missing)} módulos que recebem LoRA aqui faltam no arquivo ({_sample(missing)})",
-                en=f"{len(missing)} modules that get a LoRA here are missing in the file ({_sample(missing)})",
-            )
-        )
-    return lines
-
-
-def _layer_shape(lora: Lora, path: str) -> tuple[int, ...]:
-    return (lora[path].up.shape[0], *lora[path].down.shape[1:])
-
-
-def _sample(names: Sequence[str]) -> str:
-    return names[0] + (", …" if len(names) > 1 else "")
-
-
 def _as_float32(key: str, tensor: Tensor, path: Path) -> Tensor:
     value = tensor.to(torch.float32)
     if not bool(value.isfinite().all()):
@@ -176,16 +107,16 @@ def _as_float32(key: str, tensor: Tensor, path: Path) -> Tensor:
 
 
 def refuse_other_kinds(tensors: Mapping[str, Tensor], path: Path) -> None:
-    for mark, kind in _OTHER_KINDS.items():
-        if any(mark in key for key in tensors):
-            raise SourceError(
-                t(pt=f"o arquivo é um {kind}, não um LoRA comum", en=f"the file is a {kind}, not a plain LoRA"),
-                t(
-                    pt="use um LoRA com lora_down/lora_up ou lora_A/lora_B",
-                    en="use a LoRA with lora_down/lora_up or lora_A/lora_B",
-                ),
-                str(path),
-            )
+    kind = next((kind for mark, kind in _OTHER_KINDS.items() if any(mark in key for key in tensors)), None)
+    if kind:
+        raise SourceError(
+            t(pt=f"o arquivo é um {kind}, não um LoRA comum", en=f"the file is a {kind}, not a plain LoRA"),
+            t(
+                pt="use um LoRA com lora_down/lora_up ou lora_A/lora_B",
+                en="use a LoRA with lora_down/lora_up or lora_A/lora_B",
+            ),
+            str(path),
+        )
     if not any(".lora" in key for key in tensors):
         raise SourceError(
             t(
@@ -193,4 +124,31 @@ def refuse_other_kinds(tensors: Mapping[str, Tensor], path: Path) -> None:
                 en="the file has no LoRA layers; it looks like a whole model or another kind of file",
             ),
             where=str(path),
+        )
+
+
+def refuse_kind(names: Iterable[str], kind: str, path: Path) -> None:
+    """A file that could be gone on from, were the config's adapter_kind another."""
+    theirs = kind_of(names)
+    if theirs != kind:
+        said, wanted = (TITLES.get(each, "LoRA") for each in (theirs, kind))
+        raise SourceError(
+            t(pt=f"o arquivo é um {said}, não um {wanted}", en=f"the file is a {said}, not a {wanted}"),
+            t(pt=f"use tipo_adaptador: {theirs}", en=f"use adapter_kind: {theirs}"),
+            str(path),
+        )
+
+
+def refuse_other_forms(tensors: Mapping[str, Tensor], kind: str, path: Path) -> None:
+    """All but a plain LoHa or LoKr, whichever `kind` is."""
+    if kind_of(tensors) == "lora":
+        refuse_other_kinds(tensors, path)
+    refuse_kind(tensors, kind, path)
+    ends = {key.rpartition(".")[2] for key in tensors}
+    for mark in sorted(ends & _OTHER_FORMS.keys()):
+        form = f"{TITLES[kind]} {t(pt='com', en='with')} {_OTHER_FORMS[mark]} ({mark})"
+        raise SourceError(
+            t(pt=f"o arquivo é um {form}, que não continuo", en=f"the file is a {form}, which is not continued here"),
+            t(pt="use um sem essa opção", en="use one without that option"),
+            str(path),
         )

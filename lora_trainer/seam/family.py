@@ -19,6 +19,7 @@ from ..config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from ..errors import ConfigError, t
 from ..files.kinds import Signature
 from ..files.sources import Source
+from .readers import Readers
 from .slots import Slots
 
 Example = dict[str, Tensor]
@@ -76,14 +77,16 @@ class Family(ABC):
     """What tells its bases from others."""
     title: ClassVar[str]
     """For people: "Stable Diffusion 1.x/2.x"."""
-    formats: ClassVar[tuple[str, ...]]
-    """Of its files, the usual one first."""
+    formats: Readers
+    """Layouts of its files, the usual one first -> the programs that read them."""
+    pipeline: ClassVar[str] = ""
+    """diffusers' class for the family's usual base. A base that names its own comes first: its loader proves the files."""
+    loader_kinds: ClassVar[tuple[str, ...]] = ("lora",)
+    """Kinds of adapter that its loader takes in the diffusers layout (diffusers 0.42)."""
     sizes: ClassVar[dict[float, str]] = {}
     """Bases of up to so many billion parameters -> the shape that stands for them in the presets (modelo.arquitetura)."""
     text_targets: ClassVar[str] = ""
     """Regular expression of the text encoders' adapted layers, over paths such as `text_encoder.…`; "" has none."""
-    lora_loader: ClassVar[str | None] = None
-    """diffusers' class that loads its LoRA files; None: that of a UNet's."""
     kohya_slots: Slots | None = None
     """Where modules lie in kohya files, if some of them are fused there (layouts/fused.py)."""
     lora_targets: ClassVar[dict[str, str]]
@@ -137,7 +140,8 @@ class Family(ABC):
                 t(pt=f"use {', '.join(cls.formats)}", en=f"use {', '.join(cls.formats)}"),
                 shown("output", "formats"),
             )
-        return tuple(dict.fromkeys(cls.formats[0] if name == "auto" else name for name in asked))
+        usual = next(iter(cls.formats))
+        return tuple(dict.fromkeys(usual if name == "auto" else name for name in asked))
 
     @abstractmethod
     def configure(self, training: TrainingConfig, data: DataConfig) -> None:

@@ -116,13 +116,7 @@ class TextOutputs(Outputs):
         steps = f"{step}/{self.run.total}"
         if path.suffix == ".gguf":
             return self._read_back(adapter, path, steps)
-        checked = verify_peft_folder(model, adapter, path, self.family.probe)
-        return t(
-            pt=f"pronto: {path}: {steps} passos, {checked.num_modules} módulos, relido por {checked.reader}: saída difere "
-            f"{checked.output_difference:.1e} da do treino e {checked.effect:.1e} da base",
-            en=f"done: {path}: {steps} steps, {checked.num_modules} modules, reloaded by {checked.reader}: output differs "
-            f"{checked.output_difference:.1e} from the trainer's and {checked.effect:.1e} from the base's",
-        )
+        return verify_peft_folder(model, adapter, path, self.family.probe).line(steps)
 
     def _read_back(self, adapter: Adapter, path: Path, steps: str) -> str:
         with host_memory():

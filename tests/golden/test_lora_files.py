@@ -26,7 +26,6 @@ from lora_trainer.config.schema import DataConfig, ModelConfig
 from lora_trainer.export.write import save_adapter
 from lora_trainer.families import resolve
 from lora_trainer.layouts import read_lora
-from lora_trainer.layouts.fused import slots_of
 
 LAYOUTS = ("diffusers", "kohya")
 RELEASES: dict[str, tuple[dict[str, Any], str]] = {
@@ -92,7 +91,7 @@ def test_old_files_still_load(tmp_path, name):
     for layout in LAYOUTS:
         old = HERE / f"{name}_{layout}_v0.1.0.safetensors"
         paths, prefixes = list(adapter.layers), adapter.family.export_prefixes()
-        file = read_lora(old, paths, prefixes, slots=slots_of(adapter.family))
+        file = read_lora(old, paths, prefixes, slots=adapter.family.kohya_slots)
         assert not file.strangers
         assert norms(file.lora) == pytest.approx(expected, rel=2e-3)
         adapter.load_file(old)

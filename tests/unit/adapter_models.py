@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from lora_trainer.adapters import Adapter, inject
 from lora_trainer.config.schema import ModelConfig
 from lora_trainer.diffusion.unet import LORA_TARGETS, TEXT_TARGETS
+from lora_trainer.files.sources import Source
+from lora_trainer.seam.readers import UNETS
 
 
 @dataclass(frozen=True)
@@ -19,8 +22,15 @@ class TinyFamily:
     prefixes: dict[str, str]
     lora_targets = LORA_TARGETS
     text_targets = TEXT_TARGETS
-    formats = ("kohya", "diffusers")
+    formats = UNETS
+    loader_kinds = ("lora",)
+    kohya_slots = None
+    source = Source(Path(), "file", "")
     title = "SD"
+
+    @property
+    def pipeline(self) -> str:
+        return f"StableDiffusion{'XL' if 'text_encoder_2' in self.prefixes else ''}Pipeline"
 
     def chosen_formats(self, asked: list[str]) -> tuple[str, ...]:
         return tuple("kohya" if name == "auto" else name for name in asked)

@@ -7,6 +7,7 @@ import pytest
 from adapter_models import SD15, SDXL, trained
 from safetensors import safe_open
 
+from lora_trainer.adapters.targets import is_wide_conv
 from lora_trainer.config.schema import Config
 from lora_trainer.export.metadata import CONFIG_KEY, MAX_BYTES, RunFacts, anonymous, capped, describe, network_facts
 from lora_trainer.export.write import save_adapter
@@ -109,7 +110,7 @@ def test_equal_facts_give_equal_metadata_and_no_clock(monkeypatch):
 def test_dim_and_alpha_agree_with_the_tensors(settings, dim, alpha, arguments):
     _, adapter, family = trained("sd15", **settings)
     lora = adapter.export()
-    facts = network_facts(lora)
+    facts = network_facts(lora, "lora", [path for path, layer in adapter.layers.items() if is_wide_conv(layer.base_layer)])
     assert (facts["ss_network_dim"], facts["ss_network_alpha"]) == (dim, alpha)
     assert json.loads(facts["ss_network_args"]) == arguments
     tensors = kohya.pack(lora, family.export_prefixes())

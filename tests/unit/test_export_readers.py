@@ -8,7 +8,6 @@ from safetensors.torch import load_file, save_file
 
 from lora_trainer.adapters import inject
 from lora_trainer.config.schema import ModelConfig
-from lora_trainer.data.outputs import _line as done_line
 from lora_trainer.diffusion.unet import block_groups
 from lora_trainer.errors import DivergedError, MachineError
 from lora_trainer.export.proof import check_consumer
@@ -74,8 +73,8 @@ def test_verify_tells_what_diffusers_makes_of_dora_in_a_kohya_file(name, tmp_pat
     assert found.output_difference == pytest.approx(real, rel=0.01)
     assert found.effect == pytest.approx(float((theirs - base).abs().max() / base.abs().max()), rel=0.01)
     assert f"{100 * found.output_difference:.1f} %" in found.notice
-    assert found.notice in done_line(found, 5, 5)
-    assert f"difere {found.output_difference:.1e}" in done_line(found, 5, 5)
+    assert found.notice in found.line("5/5")
+    assert f"difere {found.output_difference:.1e}" in found.line("5/5")
     assert found.delta_difference < 1e-5
 
 

@@ -32,7 +32,7 @@ def adapted(**settings):
 def test_ranks_and_strengths(kind):
     """Alpha follows the rank where no rule gives it; the first rule that says something counts."""
     _, adapter = adapted(adapter_kind=kind, lora_targets="all")
-    modules = adapter.export() if kind == "lora" else adapter.export_lycoris()
+    modules = adapter.modules()
     found = {name: (modules[f"{BLOCK}.{name}"].rank, modules[f"{BLOCK}.{name}"].alpha) for name in
              ("attn1.to_q", "attn2.to_q", "attn2.to_v")}  # fmt: skip
     assert found == {"attn1.to_q": (4, 2.0), "attn2.to_q": (2, 2.0), "attn2.to_v": (8, 2.0)}
@@ -102,7 +102,7 @@ def test_parts_of_one_matrix_need_one_rank():
             return {"unet": "lora_unet"}
 
         def kohya_slots(self, path):
-            from lora_trainer.layouts.fused import Slot
+            from lora_trainer.seam.slots import Slot
 
             stem, _, leaf = path.rpartition(".")
             index = {"to_q": 0, "to_k": 1, "to_v": 2}.get(leaf)

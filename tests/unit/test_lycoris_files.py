@@ -12,7 +12,8 @@ from lora_trainer.config.schema import ModelConfig
 from lora_trainer.errors import ConfigError, DivergedError, MachineError, SourceError
 from lora_trainer.export.verify import verify
 from lora_trainer.export.write import save_adapter
-from lora_trainer.layouts.lycoris import LycorisModule, kind_of, read_lycoris
+from lora_trainer.layouts.lycoris import LycorisModule, kind_of
+from lora_trainer.layouts.lycoris_files import read_lycoris
 
 Q = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
 BOTH = {"lora_targets": "all", "train_text_encoder": True, "lora_rank": 4, "lora_alpha": 2}
@@ -96,12 +97,12 @@ def test_a_damaged_file_does_not_pass(case, tmp_path):
 
 def test_names_and_sizes_are_lycoris():
     _, adapter, _ = trained("sd15", **CASES["loha, conv rank"])
-    conv = adapter.export_lycoris()["unet.mid_block.resnets.0.conv1"]
+    conv = adapter.modules()["unet.mid_block.resnets.0.conv1"]
     assert {name: tuple(f.shape) for name, f in conv.factors.items()} == {
         "hada_w1_a": (32, 2), "hada_w1_b": (2, 288), "hada_w2_a": (32, 2), "hada_w2_b": (2, 288),
     }  # fmt: skip
     assert conv.scale == pytest.approx(1.5)
-    modules = trained("sd15", **CASES["lokr"])[1].export_lycoris()
+    modules = trained("sd15", **CASES["lokr"])[1].modules()
     conv, linear = modules["unet.mid_block.resnets.0.conv1"], modules[Q]
     assert {name: tuple(f.shape) for name, f in conv.factors.items()} == {
         "lokr_w1": (2, 2), "lokr_w2_a": (16, 4), "lokr_w2_b": (4, 16 * 9),

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 from lora_trainer.adapters import Adapter, inject
 from lora_trainer.config.schema import ModelConfig
 from lora_trainer.errors import DivergedError, MachineError, SourceError
-from lora_trainer.export.peft_folder import PART, read_peft_folder, save_peft_folder, verify_peft_folder
+from lora_trainer.export.peft_folder import PART, save_peft_folder, verify_peft_folder
 from lora_trainer.families.causal_lm.family import CausalLM
+from lora_trainer.layouts.peft import read_peft_folder
 
 CPU = torch.device("cpu")
 

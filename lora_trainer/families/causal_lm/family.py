@@ -27,6 +27,7 @@ from ...files.gguf_reader import open_gguf
 from ...files.gguf_tokenizer import tokenizer as tokenizer_of
 from ...files.sources import Source
 from ...seam.family import Batch, BlockGroup, Family, Prepare
+from ...seam.readers import LANGUAGE_MODELS
 from . import loss as _lm_loss
 from .attention import IMPLEMENTATION, Texts, texts_of
 from .base import Base, is_gguf_source, load_tokenizer, open_base
@@ -45,7 +46,7 @@ _NOT_EXPERTS = r"(?!.*\.experts\.)"
 class CausalLM(Family):
     sizes: ClassVar = {2.0: "qwen3-1.7b", 5.0: "qwen3-4b", 10.0: "llama-3.1-8b", 16.0: "qwen3-14b", 40.0: "qwen3-32b"}
     learns_from = "texts"
-    formats = ("peft", "gguf", "merged")
+    formats = LANGUAGE_MODELS
     name = "causal_lm"
     title = "causal LM"
     signature = SIGNATURE

@@ -22,6 +22,7 @@ from ...diffusion.prompts import MASK
 from ...diffusion.transformer import Fit, TransformerFamily, targets
 from ...files.sources import Source
 from ...seam.family import Batch
+from ...seam.readers import KOHYA_WITHOUT_DIFFUSERS, TRANSFORMERS
 from ...seam.slots import Slot
 from ..flux import names
 from ..flux.family import ATTENTION, BLOCK, MLP
@@ -35,11 +36,11 @@ class Chroma(TransformerFamily):
     name = "chroma"
     title = "Chroma"
     signature = SIGNATURE
+    pipeline = "ChromaPipeline"
     model_spec = base_version = "chroma"
     masked = True
     side_multiple = 16
     usual_guidance = 5.0
-    lora_loader = "FluxLoraLoaderMixin"
     patch = PATCH
     timestep_sampling = "parabola"
     training_shift = 1.0
@@ -55,7 +56,8 @@ class Chroma(TransformerFamily):
         super().__init__(source, settings, networks, tokens)
         self.width = int(self.config["attention_head_dim"]) * int(self.config["num_attention_heads"])
         self.places = names.CHROMA.places_of(self.config)
-        self.kohya_slots, self.kohya_as_released = self._kohya_slot, self.width == names.RELEASED_WIDTH
+        self.kohya_slots = self._kohya_slot
+        self.formats = TRANSFORMERS if self.width == names.RELEASED_WIDTH else KOHYA_WITHOUT_DIFFUSERS
 
     def open_reader(self, networks: Networks, tokens: int | None) -> T5:
         t5 = tokenizers.find_t5_tokenizer(self.source, self.settings.tokenizer, "tokenizer")

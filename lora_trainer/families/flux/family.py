@@ -22,6 +22,7 @@ from ...diffusion.packing import PATCH, pack, positions, unpack
 from ...diffusion.transformer import Fit, TransformerFamily, targets
 from ...files.sources import Source
 from ...seam.family import Batch
+from ...seam.readers import KOHYA_WITHOUT_DIFFUSERS, TRANSFORMERS
 from ...seam.slots import Slot
 from . import names
 from .signature import SIGNATURE
@@ -38,10 +39,10 @@ class Flux(TransformerFamily):
     name = "flux"
     title = "FLUX.1"
     signature = SIGNATURE
+    pipeline = "FluxPipeline"
     base_version = "flux1"
     side_multiple = 16
     usual_guidance = 3.5
-    lora_loader = "FluxLoraLoaderMixin"
     distilled = True
     tells_guidance = True
     patch = PATCH
@@ -63,7 +64,8 @@ class Flux(TransformerFamily):
         self.model_spec = f"flux-1-{'dev' if self.guided else 'schnell'}"
         self.width = int(self.config["attention_head_dim"]) * int(self.config["num_attention_heads"])
         self.places = names.FLUX.places_of(self.config)
-        self.kohya_slots, self.kohya_as_released = self._kohya_slot, self.width == names.RELEASED_WIDTH
+        self.kohya_slots = self._kohya_slot
+        self.formats = TRANSFORMERS if self.width == names.RELEASED_WIDTH else KOHYA_WITHOUT_DIFFUSERS
         if not self.guided:
             self.usual_steps = SCHNELL_STEPS
             self.notices.append(schnell_notice())

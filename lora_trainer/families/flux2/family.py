@@ -41,11 +41,12 @@ class Flux2(TransformerFamily):
     name = "flux2"
     title = "FLUX.2"
     signature = SIGNATURE
+    pipeline = "Flux2Pipeline"
+    loader_kinds = ("lora", "lokr")
     base_version = "flux2"
     tells_guidance = True
     side_multiple = 16
     usual_guidance = 4.0
-    lora_loader = "Flux2LoraLoaderMixin"
     patch = 1
     sizes: ClassVar = {5.0: "flux2", 10.0: "flux2_klein_9b", 40.0: "flux2_dev"}
     network = Transformer(build, names.derive)

@@ -47,11 +47,11 @@ class QwenImage(TransformerFamily):
     name = "qwen_image"
     title = "Qwen-Image"
     signature = SIGNATURE
+    pipeline = "QwenImagePipeline"
     model_spec, base_version = "qwen-image", "qwen_image"
     masked = True
     side_multiple = 16
     usual_guidance = 4.0
-    lora_loader = "QwenImageLoraLoaderMixin"
     patch = PATCH
     network = Transformer(build, derive)
     slots = (QWEN2_5_VL, vae.QWEN_VAE)

@@ -24,6 +24,7 @@ from ...diffusion.transformer import Fit, TransformerFamily, targets
 from ...errors import MachineError, t
 from ...files.sources import Source
 from ...seam.family import Batch
+from ...seam.readers import KOHYA_WITHOUT_DIFFUSERS
 from ...seam.slots import Slot, flat
 from . import vae
 from .signature import SIGNATURE
@@ -73,13 +74,13 @@ class QwenImage21(TransformerFamily):
     name = "qwen_image_21"
     title = "Qwen-Image 2.1"
     signature = SIGNATURE
+    pipeline = "QwenImage21Pipeline"
     model_spec, base_version = "qwen-image-2.1", "qwen_image_21"
     masked = True
     text_width = "context_in_dim"
     side_multiple = 32
     usual_guidance = 1.0
-    lora_loader = "QwenImageLoraLoaderMixin"
-    kohya_as_released = False  # diffusers' reader knows the first Qwen-Image's layers only
+    formats = KOHYA_WITHOUT_DIFFUSERS  # diffusers' reader knows the first Qwen-Image's layers only
     patch = 1
     training_shift = "resolution"
     network = Transformer(build, derive)

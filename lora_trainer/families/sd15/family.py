@@ -23,6 +23,7 @@ class SD15(UNetFamily):
     name = "sd15"
     title = "Stable Diffusion 1.x/2.x"
     signature = SIGNATURE
+    pipeline = "StableDiffusionPipeline"
     side_multiple = 64
     upcast_vae = False
     usual_scaling = 0.18215

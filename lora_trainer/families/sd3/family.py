@@ -21,6 +21,7 @@ from ...diffusion.transformer import Fit, TransformerFamily, targets
 from ...errors import ConfigError, t
 from ...files.sources import Source
 from ...seam.family import Batch
+from ...seam.readers import KOHYA_WITHOUT_DIFFUSERS
 from ...seam.slots import Slot
 from . import names
 from .captions import CLIP_TOKENS, ClipsAndT5
@@ -37,10 +38,10 @@ class SD3(TransformerFamily):
     name = "sd3"
     title = "Stable Diffusion 3"
     signature = SIGNATURE
+    pipeline = "StableDiffusion3Pipeline"
     side_multiple = 16
     usual_guidance = 4.5
-    lora_loader = "SD3LoraLoaderMixin"
-    kohya_as_released = False  # diffusers reads no kohya files of SD3; ComfyUI and Forge do
+    formats = KOHYA_WITHOUT_DIFFUSERS  # diffusers reads no kohya files of SD3; ComfyUI and Forge do
     patch = PATCH
     pooled_width = "pooled_projection_dim"
     sizes: ClassVar = {3.0: "sd3", 9.0: "sd3_large"}

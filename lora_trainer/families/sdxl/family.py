@@ -26,6 +26,7 @@ class SDXL(UNetFamily):
     name = "sdxl"
     title = "SDXL"
     signature = SIGNATURE
+    pipeline = "StableDiffusionXLPipeline"
     side_multiple = 32
     usual_scaling = 0.13025
 

@@ -44,12 +44,13 @@ class ZImage(TransformerFamily):
     name = "z_image"
     title = "Z-Image"
     signature = SIGNATURE
+    pipeline = "ZImagePipeline"
+    loader_kinds = ("lora", "lokr")
     base_version = "zimage"
     masked = True
     text_width = "cap_feat_dim"
     side_multiple = 16
     usual_guidance = 5.0
-    lora_loader = "ZImageLoraLoaderMixin"
     patch = PATCH
     training_shift = "resolution"
     network = Transformer(build, names.derive)
