@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -53,7 +53,7 @@ def targets(block: str, attention: str, mlp: str = "", modulation: str = "") -> 
 
 class TransformerFamily(DiffusionFamily):
     trained = "transformer"
-    prediction_type = "flow"
+    prediction_type: Literal["epsilon", "v_prediction", "flow"] = "flow"
     formats = TRANSFORMERS
     network: ClassVar[Transformer]
     slots: ClassVar[tuple[Slot, ...]]
