@@ -10,13 +10,11 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..engine.assign import assign
-from ..engine.tracker import host_memory
 from ..errors import SourceError, t
 from ..seam.family import Prepare
 from . import stored
@@ -98,15 +96,11 @@ class Component:
 
     def fill(self, module: nn.Module, pieces: Mapping[str, Piece], device: torch.device, dtype: torch.dtype) -> None:
         """Read every weight into a skeleton, in the order of the file."""
-        places = self.weights.header
-        for name in sorted(pieces, key=lambda name: places[pieces[name].key].offset):
-            owner, piece = module.get_submodule(name.rpartition(".")[0]), pieces[name]
-            if name.endswith(".weight") and getattr(owner, "as_stored", False):
-                stored.fill_layer(cast(Any, owner), self.weights, piece, device)
-                continue
-            with host_memory():
-                tensor = piece.cut(self.weights.value(piece.key))
-            assign(module, name, tensor, device, torch.float32 if self.stays_float32(name, dtype) else dtype)
+
+        def dtype_of(name: str) -> torch.dtype:
+            return torch.float32 if self.stays_float32(name, dtype) else dtype
+
+        stored.fill(module, self.weights, pieces, device, dtype_of)
         _fill_position_ids(module, device)
         assert not any(x.is_meta for x in (*module.parameters(), *module.buffers())), "a tensor was left on meta"
 
@@ -134,7 +128,8 @@ def load_all(
                 nn.Module.to(layer, torch.float32)
     for turn, (name, found) in enumerate(pieces.items()):
         if not reads:
-            _note_order(model[name], components[name].weights, found, turn)
+            header = components[name].weights.header
+            stored.note_order(model[name], {path: header[piece.key].offset for path, piece in found.items()}, turn)
         if components[name].as_stored:
             stored.pack_layers_as_stored(model[name], components[name].weights, found)
     if prepare is not None:
@@ -143,13 +138,6 @@ def load_all(
         for name, module in model.items():
             components[name].fill(module, pieces[name], device, dtype)
     return model.eval()
-
-
-def _note_order(module: nn.Module, weights: Weights, pieces: Mapping[str, Piece], turn: int) -> None:
-    """Tell each layer when `fill` would read its weights: what loading needs at its peak depends on the order."""
-    for parameter, piece in pieces.items():
-        owner: Any = module.get_submodule(parameter.rpartition(".")[0])
-        owner.read_at = max((turn, weights.header[piece.key].offset), getattr(owner, "read_at", (0, 0)))
 
 
 def find_pieces(component: Component, module: nn.Module) -> dict[str, Piece]:

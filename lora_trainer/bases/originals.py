@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from ..files.headers import Header
 from ..files.kinds import Part, find_part
 from ..seam.slots import Slot, flat
-from .weights import WHOLE, Piece, Share
+from .weights import WHOLE, Piece, Share, Spelled
 
 _NUMBER = re.compile(r"(?:blocks|layers|refiner)\.(\d+)\.")
 
@@ -32,6 +32,8 @@ class Original:
     names: tuple[str, ...]
     """Tensors that a file has ("{}" for the number of a block). A converter that asks for tensors by name, rather than
     renaming what there is, needs only so many that it knows which blocks there are."""
+    marks: tuple[str, ...]
+    """Tensors by any of which a file in this layout is told: those with diffusers' names lack them."""
 
     def places(self, blocks: int) -> "Places":
         """For so many blocks in each of its lists, or fewer."""
@@ -67,49 +69,23 @@ class Places:
         return Slot(name, parts.index(piece.share), tuple(int(width * number / smallest) for _, number in parts))
 
 
-@dataclass(frozen=True)
-class Spelled:
-    """A transformer in a single file, asked by diffusers' names, whichever its own are."""
-
-    part: Part
-    places: Places | None
-    """None where the file's names are diffusers' own."""
-
-    def locate(self, name: str) -> list[Piece]:
-        """Norms' factors are `scale` in the originals, in some of ComfyUI's files `weight`."""
-        piece = self.places.pieces.get(name) if self.places else None
-        if piece is None:
-            return [Piece(self.part.key(name))]
-        spellings = [piece.key, *([f"{piece.key.removesuffix('scale')}weight"] if piece.key.endswith(".scale") else [])]
-        return [replace(piece, key=self.part.key(key)) for key in spellings]
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """Of a parameter, as diffusers has it; None where the file lacks it."""
-        header = self.part.header
-        return next((piece.shape(header[piece.key].shape) for piece in self.locate(name) if piece.key in header), None)
-
-    def sides(self, layer: str, rank: int = 2) -> tuple[int, ...]:
-        """Of a layer's weight; zeros where it is missing or of another rank."""
-        shape = self.shape(f"{layer}.weight")
-        return shape if shape is not None and len(shape) == rank else (0,) * rank
-
-    def __contains__(self, name: str) -> bool:
-        return self.shape(name) is not None
-
-    def count(self, pattern: str) -> int:
-        """How many of pattern.format(0), pattern.format(1), … are there without a gap."""
-        number = 0
-        while pattern.format(number) in self:
-            number += 1
-        return number
-
-
-def spelled(header: Header, original: Original, mark: str, diffusers_mark: str) -> Spelled:
-    """`mark`: a tensor that only files in the original layout have; `diffusers_mark`: one that those with diffusers' have."""
-    if (part := find_part(header, mark)) is None:
-        return Spelled(find_part(header, diffusers_mark) or Part(header, ""), None)
+def spelled(header: Header, original: Original, otherwise: str) -> Spelled:
+    """A transformer in a single file, in the original layout or diffusers'; `otherwise`: a tensor that tells where it lies in
+    the latter."""
+    part = next(filter(None, (find_part(header, mark) for mark in original.marks)), None)
+    if part is None:
+        part = find_part(header, otherwise) or Part(header, "")
+        return Spelled(header, partial(locate, part, Places()))
     numbers = (int(found[1]) for key in header if key.startswith(part.prefix) and (found := _NUMBER.search(key)))
-    return Spelled(part, original.places(1 + max(numbers, default=0)))
+    places = original.places(1 + max(numbers, default=0))
+    return Spelled(header, partial(locate, part, places))
+
+
+def locate(part: Part, places: Places, name: str) -> list[Piece]:
+    """Norms' factors are `scale` in the originals, in some of ComfyUI's files `weight`."""
+    piece = places.pieces.get(name) or Piece(name)
+    spellings = [piece.key, *([f"{piece.key.removesuffix('scale')}weight"] if piece.key.endswith(".scale") else [])]
+    return [replace(piece, key=part.key(key)) for key in spellings]
 
 
 # -- running a converter over names

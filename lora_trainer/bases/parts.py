@@ -14,16 +14,17 @@ from torch import nn
 
 from ..config.names import shown
 from ..config.schema import ModelConfig
-from ..engine.packed_gguf import unpacked_notice
 from ..errors import SourceError, t
 from ..files import kinds
+from ..files.gguf_names import tensor_name
 from ..files.kinds import Kind, Part
 from ..files.sources import Source, open_source
 from . import architecture, int8, single_file
 from . import stored as _stored
 from .component import Component
 from .components import BUILDERS, Networks
-from .weights import Locate, Piece, Weights
+from .gguf import GgufWeights
+from .weights import Locate, Piece, Spelled, Weights
 
 Config = dict[str, Any]
 NOT_OURS = ("quantization_config", "_name_or_path", "_diffusers_version")
@@ -89,24 +90,10 @@ def build_t5(config: Mapping[str, Any]) -> nn.Module:
     return encoder
 
 
-_T5_GGUF = {
-    "layer.0.SelfAttention.q": "attn_q", "layer.0.SelfAttention.k": "attn_k", "layer.0.SelfAttention.v": "attn_v",
-    "layer.0.SelfAttention.o": "attn_o", "layer.0.SelfAttention.relative_attention_bias": "attn_rel_b",
-    "layer.0.layer_norm": "attn_norm", "layer.1.layer_norm": "ffn_norm", "layer.1.DenseReluDense.wi_0": "ffn_gate",
-    "layer.1.DenseReluDense.wi_1": "ffn_up", "layer.1.DenseReluDense.wo": "ffn_down",
-}  # fmt: skip
-"""llama.cpp's names inside `enc.blk.N.`."""
-
-
 def t5_keys(name: str) -> list[str]:
-    """Spellings of a parameter of T5's encoder."""
-    if name == "encoder.embed_tokens.weight":
-        return ["shared.weight", name, "token_embd.weight"]
-    if name == "encoder.final_layer_norm.weight":
-        return [name, "enc.output_norm.weight"]
-    _, _, number, rest = name.split(".", 3)
-    layer, _, leaf = rest.rpartition(".")
-    return [name, f"enc.blk.{number}.{_T5_GGUF[layer]}.{leaf}"]
+    """Spellings of a parameter of T5's encoder, llama.cpp's last."""
+    shared = ["shared.weight"] if name == "encoder.embed_tokens.weight" else []
+    return [*shared, name, *filter(None, [tensor_name([*shared, name][0], "t5encoder")])]
 
 
 def _locate_t5(part: Part | None) -> Locate:
@@ -117,20 +104,15 @@ def _locate_t5(part: Part | None) -> Locate:
 def _describe_t5(part: Part, standard: Config) -> tuple[Config, Locate]:
     """All sizes can be read off the tensors."""
 
-    def shape(name: str) -> tuple[int, ...]:
-        return next((found for key in t5_keys(f"{name}.weight") if (found := part.shape(key))), (1, 1))
-
-    block = "encoder.block.0.layer"
-    (vocabulary, width), heads = shape("encoder.embed_tokens"), shape(f"{block}.0.SelfAttention.relative_attention_bias")
-    layers = 0
-    while any(key in part for key in t5_keys(f"encoder.block.{layers}.layer.0.layer_norm.weight")):
-        layers += 1
+    file, block = Spelled(part.header, _locate_t5(part)), "encoder.block.0.layer"
+    vocabulary, width = file.sides("encoder.embed_tokens")
+    buckets, heads = file.sides(f"{block}.0.SelfAttention.relative_attention_bias")
     config = standard | {
-        "vocab_size": vocabulary, "d_model": width, "num_layers": layers, "num_heads": heads[1],
-        "d_kv": shape(f"{block}.0.SelfAttention.q")[0] // heads[1], "d_ff": shape(f"{block}.1.DenseReluDense.wi_0")[0],
-        "relative_attention_num_buckets": heads[0],
+        "vocab_size": vocabulary, "d_model": width, "num_heads": heads, "relative_attention_num_buckets": buckets,
+        "num_layers": file.count("encoder.block.{}.layer.0.layer_norm.weight"),
+        "d_kv": file.sides(f"{block}.0.SelfAttention.q")[0] // heads, "d_ff": file.sides(f"{block}.1.DenseReluDense.wi_0")[0],
     }  # fmt: skip
-    return config, _locate_t5(part)
+    return config, file.locate
 
 
 CLIP_L = Slot(
@@ -271,8 +253,8 @@ def _ours(config: Mapping[str, Any]) -> Config:
 
 def _kept_notice(transformer: Component) -> str:
     weights = transformer.weights
-    if isinstance(weights, _stored.GgufWeights) and (kinds := weights.unpacked_kinds()):
-        return unpacked_notice(weights.file, kinds)
+    if isinstance(weights, GgufWeights) and weights.unpacked_kinds():
+        return weights.unpacked_notice()
     formats = _stored.stored_formats(transformer.weights, transformer.used_keys())
     if any(transformer.weights.header[key].dtype == "I8" for key in transformer.used_keys()):
         return int8.notice()

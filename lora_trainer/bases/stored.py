@@ -5,95 +5,103 @@ takes what the file takes, and training sees exactly the weights that the file's
 layer alone, but for fp8, which nf4 halves. Everything else (norms, biases, convolutions, embeddings) is read as values.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..engine.assign import assign
 from ..engine.four_bit import BLOCK, FourBit
 from ..engine.packed import PackedLinear, Packing, RowScaled, _Packed
-from ..engine.packed_gguf import packing_for, read_values
+from ..engine.packed_gguf import GgufBlocks, PackedEmbedding, unpacks_rows
 from ..engine.tracker import host_memory
-from ..files.gguf_blocks import LAYOUTS, PLAIN, SUPPORTED
-from ..files.gguf_reader import GgufFile, open_gguf
-from ..files.headers import TensorInfo
+from ..files.gguf_blocks import LAYOUTS, PLAIN
+from ..files.gguf_reader import is_gguf, open_gguf
 from .four_bit import absmax, quant_state
+from .gguf import GgufWeights
 from .weights import DTYPES, FP8, Piece, Weights
 
-
-class GgufWeights(Weights):
-    """A GGUF file seen as those of safetensors are."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self.file = file
-        self.header = gguf_header(file)
-        self._files = {name: info.path for name, info in file.tensors.items()}
-
-    def readable(self, key: str) -> bool:
-        return True  # kinds that cannot stay packed are unpacked as they are read
-
-    def unpacked_kinds(self) -> list[str]:
-        return sorted({info.dtype for info in self.header.values()} - SUPPORTED)
-
-    def companions(self, key: str) -> list[str]:
-        return []
-
-    def quantised_shape(self, key: str) -> tuple[int, ...] | None:
-        return None
-
-    def value(self, key: str) -> Tensor:
-        from ..files.gguf_names import Place
-
-        return read_values(self.file, Place(key)).reshape(self.header[key].shape)
-
-
-def gguf_header(file: GgufFile) -> dict[str, TensorInfo]:
-    """The dtype is ggml's: "Q4_K", "F16", …"""
-    return {name: TensorInfo(i.kind, i.shape, i.nbytes, i.offset) for name, i in file.tensors.items()}
+DtypeOf = Callable[[str], torch.dtype]
+"""Parameter -> the dtype that its values take."""
 
 
 def open_weights(path: Path, what: str) -> Weights:
     """Of a single file, whatever its format."""
-    from ..files.gguf_reader import is_gguf
-
     return GgufWeights(open_gguf(path, what)) if is_gguf(path) else Weights.open([path], what)
 
 
 # -- which layers stay as they are
 
 
-def pack_layers_as_stored(module: nn.Module, weights: Weights, pieces: Mapping[str, Piece]) -> None:
-    """Swap, on meta and in the dtype they will have, the linear layers that the file holds in few bits."""
+def pack_layers_as_stored(
+    module: nn.Module, weights: Weights, pieces: Mapping[str, Piece], *, embeddings: bool = False
+) -> None:
+    """Swap, on meta and in the dtype they will have, the linear layers that the file holds in few bits; also embeddings that
+    are told to. What is packed so, quantisers leave alone."""
     for name, piece in pieces.items():
         path, _, leaf = name.rpartition(".")
         layer = module.get_submodule(path) if leaf == "weight" else None
-        if type(layer) is not nn.Linear or piece.transposed:
+        linear = type(layer) is nn.Linear
+        if not (linear or (embeddings and unpacks_rows(layer))) or piece.transposed or piece.shift:
             continue
+        assert layer is not None
         packing = packing_of(weights, piece, layer)
         if packing is not None and packing.fits(layer):
-            packed = PackedLinear.of(layer, packing)
+            packed = PackedLinear.of(layer, packing) if linear else PackedEmbedding.of(layer, packing)
             packed.as_stored = True  # type: ignore[assignment]
             if isinstance(packing, RowScaled):
                 packed.may_shrink = True  # type: ignore[assignment]
             parent, _, child = path.rpartition(".")
             setattr(module.get_submodule(parent), child, packed)
+            if not linear:
+                _refer_to(packed, layer, module)
 
 
-def packing_of(weights: Weights, piece: Piece, layer: nn.Linear) -> Packing | None:
+def _refer_to(new: nn.Module, old: nn.Module, model: nn.Module) -> None:
+    """Wherever a module refers to a layer beside the tree, as a tied head does to the embeddings."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if value is old:
+                vars(module)[name] = new
+
+
+def packing_of(weights: Weights, piece: Piece, layer: Any) -> Packing | None:
     """How the file holds a matrix; None where it holds plain numbers as wide as those wanted."""
     kind = weights.header[piece.key].dtype
     if isinstance(weights, GgufWeights):
         narrow = kind in PLAIN and PLAIN[kind].itemsize < layer.weight.dtype.itemsize
-        return packing_for(kind) if kind in LAYOUTS or narrow else None
+        return GgufBlocks(kind) if kind in LAYOUTS or narrow else None
     if kind in FP8:
         return RowScaled(DTYPES[kind], (nn.Linear,))
     state = quant_state(weights, piece.key) if kind == "U8" else None
     return FourBit(state["quant_type"], double=False) if state and state["blocksize"] == BLOCK else None
 
 
-def fill_layer(layer: Any, weights: Weights, piece: Piece, device: torch.device) -> None:
+def note_order(module: nn.Module, order: Mapping[str, int], turn: int = 0) -> None:
+    """Tell each layer when `fill` will read its parameters: what loading needs at its peak depends on the order."""
+    for name, at in order.items():
+        owner: Any = module.get_submodule(name.rpartition(".")[0])
+        owner.read_at = max((turn, at), getattr(owner, "read_at", (0, 0)))
+
+
+def fill(
+    module: nn.Module, weights: Weights, pieces: Mapping[str, Piece], device: torch.device, dtype_of: DtypeOf
+) -> None:
+    """Read every weight into a module on meta, in the order of the file: bytes where a layer is packed as the file has it, else
+    values, through the layer's `pack_weight` where it has one."""
+    for name in sorted(pieces, key=lambda name: weights.header[pieces[name].key].offset):
+        owner, piece = module.get_submodule(name.rpartition(".")[0]), pieces[name]
+        if name.endswith(".weight") and getattr(owner, "as_stored", False):
+            _fill_layer(cast(Any, owner), weights, piece, device)
+            continue
+        with host_memory():
+            tensor = weights.part(piece)
+        assign(module, name, tensor, device, dtype_of(name))
+
+
+def _fill_layer(layer: Any, weights: Weights, piece: Piece, device: torch.device) -> None:
     """The bytes of one matrix, or the rows of it that are this layer's."""
     with host_memory():
         fresh = _stored(layer, weights, piece)
@@ -104,8 +112,7 @@ def fill_layer(layer: Any, weights: Weights, piece: Piece, device: torch.device)
 
 def _stored(layer: _Packed, weights: Weights, piece: Piece) -> dict[str, Tensor]:
     if isinstance(weights, GgufWeights):
-        part = piece.span(weights.header[piece.key].shape[0])
-        return {"blocks": piece.ordered(weights.file.raw(piece.key, part))}
+        return {"blocks": weights.blocks(piece)}
     if isinstance(layer.packing, FourBit):
         return {"codes": weights.read(piece.key), "scale": absmax(weights, piece.key)}
     codes = weights.read(piece.key)

@@ -5,6 +5,7 @@ that torch refuses where a header is not aligned. What a file stores in few bits
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ class Piece:
     share: Share = WHOLE
     swapped: bool = False
     pairs: int = 0
+    shift: float = 0.0
+    """What is added to the values."""
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         shape = (self.span(stored[0])[1], *stored[1:]) if stored else stored
@@ -56,7 +59,11 @@ class Piece:
         if self.share != WHOLE:
             first, number = self.span(len(tensor))
             tensor = tensor[first : first + number]
-        return self.ordered(tensor.T if self.transposed else tensor)
+        return self.finished(tensor.T if self.transposed else tensor)
+
+    def finished(self, rows: Tensor) -> Tensor:
+        rows = self.ordered(rows)
+        return rows + self.shift if self.shift else rows
 
     def ordered(self, rows: Tensor) -> Tensor:
         if self.pairs:
@@ -66,6 +73,31 @@ class Piece:
 
 Locate = Callable[[str], Sequence[Piece]]
 """A module's parameter name -> the pieces that may hold it, the likeliest first."""
+
+
+@dataclass(frozen=True)
+class Spelled:
+    """The sizes that a file's header tells of a module, asked by the module's names however the file spells them."""
+
+    header: Header
+    locate: Locate
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of a parameter, as the module has it; None where the file lacks it."""
+        pieces = (piece for piece in self.locate(name) if piece.key in self.header)
+        return next((piece.shape(self.header[piece.key].shape) for piece in pieces), None)
+
+    def sides(self, layer: str, rank: int = 2) -> tuple[int, ...]:
+        """Of a layer's weight; ones where it is missing or of another rank."""
+        shape = self.shape(f"{layer}.weight")
+        return shape if shape is not None and len(shape) == rank else (1,) * rank
+
+    def __contains__(self, name: str) -> bool:
+        return any(piece.key in self.header for piece in self.locate(name))
+
+    def count(self, pattern: str) -> int:
+        """How many of pattern.format(0), pattern.format(1), … are there without a gap."""
+        return next(number for number in itertools.count() if pattern.format(number) not in self)
 
 
 class Weights:
@@ -140,6 +172,10 @@ class Weights:
         if scale.numel() > 1:  # one factor for each output row
             scale = scale.reshape(-1, *[1] * (tensor.ndim - 1))
         return tensor.float() * scale
+
+    def part(self, piece: Piece) -> Tensor:
+        """A parameter's value."""
+        return piece.cut(self.value(piece.key))
 
     def digest(self, keys: Iterable[str]) -> str:
         """A hash of names, shapes and bytes: the same weights in the same layout, wherever the file lies."""

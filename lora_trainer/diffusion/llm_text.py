@@ -30,22 +30,17 @@ import torch
 from torch import Tensor, nn
 
 from ..bases.parts import NOT_OURS, Config, Slot
-from ..bases.weights import Locate, Piece
+from ..bases.weights import Locate, Piece, Spelled
 from ..config.names import shown
 from ..engine.host import is_fake
 from ..errors import SourceError, t
+from ..files.gguf_names import tensor_name
 from ..files.kinds import LANGUAGE_MODEL, VISION_LANGUAGE, Part
 from ..seam.family import Example
 
 STARTS = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
 """What may stand before `layers.0.…`."""
-_GGUF = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-"""llama.cpp's names inside `blk.N.`."""
+_LAYER = "layers.{}.input_layernorm.weight"
 _NOT_TEXT = ("architectures", "dtype", "torch_dtype", "model_type", "vision_config", "text_config", "auto_map", *NOT_OURS)
 
 
@@ -164,61 +159,45 @@ def locate(model: str, part: Part | None = None, standard: Config | None = None)
 
 
 def gguf_key(name: str) -> str:
-    """llama.cpp's name for a parameter of the body."""
-    if name == "embed_tokens.weight":
-        return "token_embd.weight"
-    if name == "norm.weight":
-        return "output_norm.weight"
-    _, number, rest = name.split(".", 2)
-    layer, _, leaf = rest.rpartition(".")
-    return f"blk.{number}.{_GGUF[layer]}.{leaf}"
+    """llama.cpp's name for a parameter of the body. Qwen3's has all layers that any of MODELS has."""
+    found = tensor_name(f"model.{name}", "qwen3")
+    assert found is not None, f"no key for {name}"
+    return found
 
 
-def _shape(part: Part, name: str) -> tuple[int, ...] | None:
-    """However it is spelled."""
-    keys = [*(start + name for start in STARTS), gguf_key(name)]
-    return next((found for key in keys if (found := part.shape(key)) is not None), None)
+def _spelled(part: Part) -> Spelled:
+    return Spelled(part.header, locate("qwen3", part))
 
 
 def _head_dim(part: Part, standard: Config) -> int:
     """Of the per-head norms; else the released model's, or what queries and keys have in common where that is less."""
-    if norm := _shape(part, "layers.0.self_attn.q_norm.weight"):
+    file = _spelled(part)
+    if norm := file.shape("layers.0.self_attn.q_norm.weight"):
         return norm[0]
     usual = text_config(standard)
     head = int(usual.get("head_dim") or usual["hidden_size"] // usual["num_attention_heads"])
-    rows = [(_shape(part, f"layers.0.self_attn.{name}_proj.weight") or (head,))[0] for name in "qk"]
+    rows = [(file.shape(f"layers.0.self_attn.{name}_proj.weight") or (head,))[0] for name in "qk"]
     return gcd(*rows, head)
 
 
 def _derive(part: Part, standard: Config) -> Config:
     """All sizes can be read off the tensors."""
-
-    def rows(name: str) -> int:
-        return (_shape(part, name) or (1,))[0]
-
-    vocabulary, width = _shape(part, "embed_tokens.weight") or (1, 1)
-    layers, head, attention = _count_layers(part), _head_dim(part, standard), "layers.0.self_attn"
-    layers += _shape(part, "norm.weight") is None  # cut off after the last state that is used (Mistral for FLUX.2)
+    file, head, attention = _spelled(part), _head_dim(part, standard), "layers.0.self_attn"
+    vocabulary, width = file.sides("embed_tokens")
+    layers = file.count(_LAYER) + ("norm.weight" not in file)  # cut off after the last state that is used (Mistral for FLUX.2)
     config = text_config(standard)
     config.pop("layer_types", None)
     return config | {
         "vocab_size": vocabulary, "hidden_size": width, "num_hidden_layers": layers, "head_dim": head,
-        "num_attention_heads": rows(f"{attention}.q_proj.weight") // head,
-        "num_key_value_heads": max(1, rows(f"{attention}.k_proj.weight") // head),
-        "intermediate_size": rows("layers.0.mlp.gate_proj.weight"),
+        "num_attention_heads": file.sides(f"{attention}.q_proj")[0] // head,
+        "num_key_value_heads": max(1, file.sides(f"{attention}.k_proj")[0] // head),
+        "intermediate_size": file.sides("layers.0.mlp.gate_proj")[0],
     }  # fmt: skip
-
-
-def _count_layers(part: Part) -> int:
-    layers = 0
-    while _shape(part, f"layers.{layers}.input_layernorm.weight"):
-        layers += 1
-    return layers
 
 
 def _check_whole(part: Part, config: Config, standard: Config, layers: Sequence[int], what: str) -> None:
     """Layers counted from the end would be others in a file that has a gap, or is the first of several shards."""
-    counted, usual = _count_layers(part), text_config(standard)
+    counted, usual = _spelled(part).count(_LAYER), text_config(standard)
     starts = "|".join(re.escape(part.prefix + start) for start in STARTS)
     number = re.compile(rf"(?:{starts})layers\.(\d+)\.|{re.escape(part.prefix)}blk\.(\d+)\.")
     last = max((int(found[1] or found[2]) for key in part.header if (found := number.match(key))), default=-1)
@@ -231,10 +210,10 @@ def _check_whole(part: Part, config: Config, standard: Config, layers: Sequence[
 
 def _check_kind(part: Part, wanted: str, title: str, what: str) -> None:
     """Qwen3 alone has a norm in each head, Qwen2.5 alone has biases; Mistral has neither."""
-    attention = "layers.0.self_attn"
-    if _shape(part, f"{attention}.q_norm.weight"):
+    file, attention = _spelled(part), "layers.0.self_attn"
+    if f"{attention}.q_norm.weight" in file:
         found = "qwen3_vl" if any("visual." in key for key in part.header) else "qwen3"
-    elif _shape(part, f"{attention}.q_proj.bias"):
+    elif f"{attention}.q_proj.bias" in file:
         found = "qwen2_5_vl"
     else:
         found = "mistral"

@@ -15,9 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..bases.weights import Piece
 from ..errors import SourceError, UserError, t
 from ..files.gguf_blocks import dequantize
-from ..files.gguf_names import ARCHITECTURES, converted_names, rope_order
+from ..files.gguf_names import ARCHITECTURES, paired_heads, tensor_name
 from ..files.gguf_reader import GgufFile, open_gguf
 from ..layouts.lora import Lora, LoraModule
 from ._folders import new_file
@@ -137,14 +138,15 @@ def _few(names: list[str]) -> str:
 
 
 def _target(name: str, config: Any, arch: str) -> _Target | None:
-    parameter = f"{name.removeprefix(PREFIX)}.weight"
-    tensor = converted_names([parameter], arch, config.num_hidden_layers).get(parameter)
+    tensor = tensor_name(f"{name.removeprefix(PREFIX)}.weight", arch)
     tied = tensor == "output.weight" and config.tie_word_embeddings
     if tensor is None or tied or tensor == "token_embd.weight" or "_exps." in tensor:
         return None
     heads = (config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads[0]
-    return _Target(tensor, rope_order(arch, tensor, head_dim * heads[".attn_k." in tensor], heads))
+    if not (pairs := paired_heads(arch, tensor, heads)):
+        return _Target(tensor, None)
+    return _Target(tensor, Piece(tensor, pairs=pairs).ordered(torch.arange(head_dim * pairs)))
 
 
 def _in_file_order(up: Tensor, order: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which tensor of a GGUF file holds which parameter of a transformers model, and how llama.cpp changed it on the way.
+"""What llama.cpp calls the parameters of a transformers model, and how its converter changes them.
 
 Names come from the `gguf` package's own table, so a model is matched by its parameters' names. What llama.cpp's converter
 does to values is known for each architecture listed here, and undone:
@@ -12,14 +12,10 @@ does to values is known for each architecture listed here, and undone:
 An architecture that is not listed is refused: a model read without its changes undone would train, and be wrong.
 """
 
+import functools
 import re
-from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import Any, Literal
 
 from ..errors import SourceError, t
 from .gguf_reader import GgufFile
@@ -48,23 +44,10 @@ ARCHITECTURES = {
     "gemma2": Architecture("gemma2", norm_shift=-1.0),
     "gemma3": Architecture("gemma3_text", norm_shift=-1.0),
 }
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+EXPERT = r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight"
 """As families/causal_lm/weights.py names the matrices of one expert."""
 WITHOUT_PARAMETER = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that belong to the config (files/gguf_config.py)."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a parameter lies: a tensor; the rows it takes (first, number; None: all) and their order (None: as they are).
-
-    `shift` is added to the values.
-    """
-
-    tensor: str
-    part: tuple[int, int] | None = None
-    order: Tensor | None = None
-    shift: float = 0.0
 
 
 def architecture(file: GgufFile, what: str = "modelo_base") -> Architecture:
@@ -88,94 +71,27 @@ def architecture(file: GgufFile, what: str = "modelo_base") -> Architecture:
     )
 
 
-def places(file: GgufFile, parameters: Mapping[str, tuple[int, ...]], what: str = "modelo_base") -> dict[str, Place]:
-    """Parameter name -> its place, for names and shapes as in a model's `state_dict`.
-
-    SourceError naming a few where parameters are missing, have another shape, or tensors belong to none.
-    """
-    known = architecture(file, what)
-    found: dict[str, Place] = {}
-    missing, misshapen = [], []
-    for name, tensor in tensor_names(file, parameters).items():
-        info, shape = file.tensors.get(tensor), tuple(parameters[name])
-        if info is None:
-            missing.append(tensor)
-            continue
-        stored, part = info.shape, None
-        if (match := _EXPERT.fullmatch(name)) is not None:
-            stored, part = info.shape[1:], (int(match[2]) * info.shape[-2], info.shape[-2])
-        if _bare(stored) != _bare(shape) or (part and sum(part) > prod(info.shape[:-1])):
-            misshapen.append(f"{tensor} {list(info.shape)} ≠ {list(shape)}")
-        shift = known.norm_shift if tensor.endswith("norm.weight") else 0.0
-        found[name] = Place(tensor, part, row_order(file, tensor), shift)
-    used = {place.tensor for place in found.values()}
-    unused = [name for name in file.tensors if name not in used and name not in WITHOUT_PARAMETER]
-    _refuse(file, missing, misshapen, unused, what)
-    return found
+def tensor_name(parameter: str, arch: str) -> str | None:
+    """What llama.cpp's converter calls a parameter of such a model, "model.layers.3.mlp.up_proj.weight"; None where it has none."""
+    if (expert := re.fullmatch(EXPERT, parameter)) is not None:
+        return f"blk.{expert[1]}.ffn_{expert[3]}_exps.weight"
+    number = re.search(r"\.\d+\.", parameter)
+    found = _table(arch).get_name(re.sub(r"\.\d+\.", ".0.", parameter, count=1), try_suffixes=(".weight", ".bias"))
+    return found.replace(".0.", number[0], 1) if found and number else found
 
 
-def tensor_names(file: GgufFile, parameters: Collection[str]) -> dict[str, str]:
-    """Parameter name -> tensor name; a head without a tensor of its own is the embedding."""
-    num_layers = int(file.metadata.get(f"{file.architecture}.block_count", 0))
-    names = {name: name for name in parameters} | converted_names(parameters, file.architecture, num_layers)
-    if "output.weight" not in file.tensors:
-        names |= {name: "token_embd.weight" for name in parameters if name == "lm_head.weight"}
-    return names
-
-
-def converted_names(parameters: Iterable[str], arch: str, num_layers: int) -> dict[str, str]:
-    """What llama.cpp's converter calls the parameters of such a model, of those that it knows."""
+@functools.cache
+def _table(arch: str) -> Any:
+    """The `gguf` package's, for one block."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    table = get_tensor_name_map(next(a for a, name in MODEL_ARCH_NAMES.items() if name == arch), num_layers)
-    names = {}
-    for name in parameters:
-        if (match := _EXPERT.fullmatch(name)) is not None:
-            names[name] = f"blk.{match[1]}.ffn_{match[3]}_exps.weight"
-        elif (tensor := table.get_name(name, try_suffixes=(".weight", ".bias"))) is not None:
-            names[name] = tensor
-    return names
+    return get_tensor_name_map(next(each for each, name in MODEL_ARCH_NAMES.items() if name == arch), 1)
 
 
-def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without sides of one, which llama.cpp leaves out."""
-    return tuple(side for side in shape if side != 1)
-
-
-def row_order(file: GgufFile, tensor: str) -> Tensor | None:
-    """The rows of a query or key tensor (or bias) in transformers' order, where llama.cpp keeps another."""
-    prefix = f"{file.architecture}.attention"
-    heads = file.metadata.get(f"{prefix}.head_count", 1)
-    both = (heads, file.metadata.get(f"{prefix}.head_count_kv", heads))
-    return rope_order(file.architecture, tensor, file.tensors[tensor].shape[0], both)
-
-
-def rope_order(arch: str, tensor: str, rows: int, heads: tuple[int, int]) -> Tensor | None:
-    """Row i of transformers is row `order[i]` of llama.cpp; None where they agree. `heads`: of queries, of keys."""
+def paired_heads(arch: str, tensor: str, heads: tuple[int, int]) -> int:
+    """Heads of a query or key tensor (or bias) whose rows llama.cpp keeps in pairs; 0 where it does not. `heads`: of queries,
+    of keys."""
     part = tensor.split(".")[2:3]
     if arch not in ARCHITECTURES or ARCHITECTURES[arch].rope == "halves" or part not in (["attn_q"], ["attn_k"]):
-        return None
-    return torch.arange(rows).view(heads[part == ["attn_k"]], -1, 2).transpose(1, 2).reshape(-1)
-
-
-def _refuse(file: GgufFile, missing: list[str], misshapen: list[str], unused: list[str], what: str) -> None:
-    def few(names: list[str]) -> str:
-        return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
-
-    problems = [
-        (missing, t(pt="faltam tensores", en="tensors are missing")),
-        (misshapen, t(pt="tensores de outro formato", en="tensors of another shape")),
-        (unused, t(pt="tensores que o modelo não tem", en="tensors the model does not have")),
-    ]
-    if any(names for names, _ in problems):
-        listed = "; ".join(f"{title}: {few(names)}" for names, title in problems if names)
-        raise SourceError(
-            f"{file.path.name}: {listed}",
-            t(
-                pt="o arquivo está incompleto ou é de uma variante que não conheço: baixe-o de novo, ou use a pasta do "
-                "modelo em safetensors",
-                en="the file is incomplete or of a variant not known here: download it again, or use the model's "
-                "safetensors folder",
-            ),
-            what,
-        )
+        return 0
+    return heads[part == ["attn_k"]]

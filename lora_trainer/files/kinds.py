@@ -3,6 +3,7 @@
 What bases of a family look like stands in `families/<name>/signature.py`, which is read by its name; classify.py asks for it.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -154,10 +155,7 @@ class Part:
 
     def count(self, pattern: str) -> int:
         """How many of pattern.format(0), pattern.format(1), … are there without a gap."""
-        number = 0
-        while pattern.format(number) in self:
-            number += 1
-        return number
+        return next(number for number in itertools.count() if pattern.format(number) not in self)
 
 
 def find_part(header: Header, name: str) -> Part | None:

@@ -91,7 +91,7 @@ def write_base(gguf: Path, folder: Path) -> None:
     plain.load_state_dict(module.state_dict(), strict=False)
     plain.tie_weights()
     plain.save_pretrained(folder)
-    tokenizer(base.file).save_pretrained(folder)
+    tokenizer(base.weights.file).save_pretrained(folder)
 
 
 def rows_of(folder: Path, count: int, length: int) -> list[list[int]]:

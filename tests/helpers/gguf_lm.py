@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from lora_trainer.bases.gguf import GgufWeights
 from lora_trainer.config.schema import ModelConfig
 from lora_trainer.families.causal_lm.base import GgufBase
 from lora_trainer.families.causal_lm.family import CausalLM
@@ -17,9 +18,9 @@ class GgufLM(CausalLM):
     @property
     def file(self) -> GgufFile:
         assert isinstance(self.base, GgufBase)
-        return self.base.file
+        return self.base.weights.file
 
     @file.setter
     def file(self, file: GgufFile) -> None:
         assert isinstance(self.base, GgufBase)
-        self.base.file = file
+        self.base.weights = GgufWeights(file)

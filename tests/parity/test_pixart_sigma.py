@@ -60,7 +60,7 @@ def test_images_there_and_back(pair):
 
 
 def test_the_loss_is_of_the_answers_first_half(pair):
-    """As its training scripts have it: noise added by DDPM's schedule, the learnt variance left alone; captions of unlike lengths masked."""
+    """As its training scripts have it: noise added by DDPM's schedule, the learnt variance left alone."""
     pipeline, family = pair
     model, batch = family.load_model(CPU, torch.float32), family.example_batch(2, (64, 96))
     generator = torch.Generator().manual_seed(1)

@@ -14,11 +14,11 @@ from helpers.gguf_files import MODELS, architecture_of, merge, probe_ids, tiny_l
 from helpers.gguf_lm import GgufLM
 from torch import nn
 
+from lora_trainer.bases.gguf import parameter_pieces
 from lora_trainer.errors import SourceError, UserError
 from lora_trainer.export.gguf_lora import modelfile, read_gguf_lora, write_gguf_lora
 from lora_trainer.families.causal_lm.family import PART
 from lora_trainer.files.gguf_config import transformers_config
-from lora_trainer.files.gguf_names import places
 from lora_trainer.files.gguf_reader import GgufFile, open_gguf
 from lora_trainer.layouts import LoraModule
 
@@ -88,18 +88,17 @@ def _check_as_llama_cpp_applies_it(base: GgufFile, path: Path, lora: dict[str, L
     assert adapter.metadata["general.type"] == "adapter"
     assert adapter.metadata["adapter.type"] == "lora"
     assert adapter.architecture == "llama"
-    where = places(base, {n: tuple(v.shape) for n, v in plain.state_dict().items()})
+    where = parameter_pieces(base, {n: tuple(v.shape) for n, v in plain.state_dict().items()})
     for key, module in lora.items():
         name = key.removeprefix("language_model.") + ".weight"
-        place = where[name]
+        piece = where[name]
         down, up = (
-            adapter.raw(f"{place.tensor}.lora_{x}").view(torch.float32).view(adapter.tensors[f"{place.tensor}.lora_{x}"].shape)
+            adapter.raw(f"{piece.key}.lora_{x}").view(torch.float32).view(adapter.tensors[f"{piece.key}.lora_{x}"].shape)
             for x in "ab"
         )
         change = adapter.metadata["adapter.lora.alpha"] / len(down) * up @ down
-        stored = base.raw(place.tensor).view(torch.float32) + change
-        merged = stored if place.order is None else stored[place.order]
-        torch.testing.assert_close(merged, plain.get_submodule(key[15:]).weight + module.delta())
+        stored = base.raw(piece.key).view(torch.float32) + change
+        torch.testing.assert_close(piece.cut(stored), plain.get_submodule(key[15:]).weight + module.delta())
 
 
 def test_stretched_positions_come_from_the_tensors(files):
@@ -144,7 +143,7 @@ def test_missing_misshapen_and_unknown_tensors_are_named_together(files):
     tensors["blk.0.mystery.weight"] = tensors["blk.0.ffn_up.weight"]
     shapes["model.norm.weight"] = (65,)
     with pytest.raises(SourceError) as caught:
-        places(changed(file, tensors=tensors), shapes)
+        parameter_pieces(changed(file, tensors=tensors), shapes)
     for part in ("blk.1.ffn_up.weight", "blk.0.mystery.weight", "output_norm.weight [64] ≠ [65]"):
         assert part in caught.value.problem
 

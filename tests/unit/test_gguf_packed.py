@@ -12,15 +12,12 @@ from helpers.gguf_lm import GgufLM
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lora_trainer.bases.gguf import GgufWeights
+from lora_trainer.bases.weights import Piece
 from lora_trainer.engine.packed import PackedLinear, packed_weights
 from lora_trainer.engine.packed_gguf import (
     GgufBlocks,
     PackedEmbedding,
-    pack_model,
-    packing_for,
-    read_values,
-    unpacked_notice,
-    unsupported_kinds,
 )
 from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.errors import SourceError
@@ -122,8 +119,7 @@ def test_loading_holds_one_tensor_more(q4_k):
 
 
 def test_blocks_are_not_made_from_weights():
-    packing = packing_for("Q4_K")
-    assert packing == GgufBlocks("Q4_K")
+    packing = GgufBlocks("Q4_K")
     with pytest.raises(AssertionError, match="read, not made"):
         packing.pack(torch.zeros(4, 256))
     assert packing.fits(nn.Linear(256, 4))
@@ -165,20 +161,15 @@ def test_unsupported_kinds_are_named_together(q4_k):
     family = GgufLM(q4_k)
     for tensor, kind in (("blk.0.ffn_up.weight", "IQ4_XS"), ("blk.1.ffn_up.weight", "TQ2_0")):
         family.file = with_kind(family.file, tensor, kind)
-    with pytest.raises(SourceError) as caught:
-        family.load_model(CPU, torch.bfloat16)
-    for part in ("2 tensores", "IQ4_XS, TQ2_0", "blk.0.ffn_up.weight, blk.1.ffn_up.weight"):
-        assert part in caught.value.problem
-    kinds = unsupported_kinds(family.file, family.base.places)
-    assert kinds == ["IQ4_XS", "TQ2_0"]
-    assert re.search(r"IQ4_XS, TQ2_0.*GiB em vez de", unpacked_notice(family.file, kinds))
+    weights = GgufWeights(family.file)
+    assert weights.unpacked_kinds() == ["IQ4_XS", "TQ2_0"]
+    assert re.search(r"IQ4_XS, TQ2_0.*GiB em vez de", weights.unpacked_notice())
 
 
 def test_other_kinds_are_unpacked_by_the_gguf_package(tmp_path):
     import numpy as np
     from gguf import GGUFWriter
 
-    from lora_trainer.files.gguf_names import Place
     from lora_trainer.files.gguf_reader import open_gguf
 
     raw = np.random.default_rng(0).integers(0, 60, (4, 136), dtype=np.uint8)
@@ -188,9 +179,8 @@ def test_other_kinds_are_unpacked_by_the_gguf_package(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    order = torch.tensor([2, 0, 3, 1])
-    values = read_values(open_gguf(tmp_path / "m.gguf"), Place("t", order=order, shift=1.0))
-    assert torch.equal(values, torch.from_numpy(reference(raw, GGMLQuantizationType.IQ4_XS))[order] + 1)
+    values = GgufWeights(open_gguf(tmp_path / "m.gguf")).part(Piece("t", pairs=1, shift=1.0))
+    assert torch.equal(values, torch.from_numpy(reference(raw, GGMLQuantizationType.IQ4_XS))[[0, 2, 1, 3]] + 1)
 
 
 @pytest.mark.parametrize("kind", ["#999", "I8"])
@@ -216,15 +206,3 @@ def test_quantisers_leave_packed_layers_alone(q4_k):
     plan = MemoryPlan((Quantize4bit(),))
     model = family.load_model(CPU, torch.float32, prepare=lambda m: plan.convert(m, family.blocks(m)))
     assert packed_weights(model).keys() == {"q4_k", "q6_k"}
-
-
-def test_nothing_is_swapped_before_a_refusal(q4_k):
-    from lora_trainer.families.causal_lm import weights
-    from lora_trainer.files.gguf_names import places
-
-    family = GgufLM(q4_k)
-    model = weights.build(family.config, torch.bfloat16)
-    where = places(family.file, {name: tuple(value.shape) for name, value in model.state_dict().items()})
-    with pytest.raises(SourceError):
-        pack_model(model, with_kind(family.file, "blk.1.ffn_up.weight", "IQ1_S"), where)
-    assert not packed_weights(model)

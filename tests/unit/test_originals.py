@@ -1,14 +1,15 @@
 """Places read off diffusers' converters: a few of each original's, as its released file has them, whatever the width."""
 
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from lora_trainer.bases import originals
-from lora_trainer.bases.originals import Original, Spelled, _Rows
-from lora_trainer.bases.weights import WHOLE, Piece
+from lora_trainer.bases.originals import Original, _Rows, locate
+from lora_trainer.bases.weights import WHOLE, Piece, Spelled
 from lora_trainer.families.flux.names import CHROMA, FLUX
 from lora_trainer.families.flux2.names import FLUX2
 from lora_trainer.families.qwen_image_21.names import QWEN_21
@@ -57,7 +58,7 @@ def test_slots_know_the_rows_of_each_part():
 
 def test_comfyuis_spelling_of_norms_and_names_that_are_the_same():
     header = {"x.double_blocks.0.img_attn.norm.query_norm.weight": TensorInfo("F32", (8,), 32, 0)}
-    file = Spelled(Part(header, "x."), FLUX2.places(1))
+    file = Spelled(header, partial(locate, Part(header, "x."), FLUX2.places(1)))
     assert file.shape("transformer_blocks.0.attn.norm_q.weight") == (8,)
     assert file.locate("of_no_converter.weight") == [Piece("x.of_no_converter.weight")]
 

@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...bases.weights import Weights
+from ...bases import stored as _stored
+from ...bases.gguf import GgufWeights, parameter_pieces
+from ...bases.weights import Piece, Weights
 from ...config.names import shown
 from ...config.schema import ModelConfig
 from ...errors import SourceError, t
-from ...files.gguf_reader import is_gguf
+from ...files.gguf_config import transformers_config
+from ...files.gguf_reader import is_gguf, open_gguf
 from ...files.sources import Source
 from . import weights as _lm_weights
 
@@ -83,7 +86,7 @@ class SafetensorsBase(Base):
     def build(self, dtype: torch.dtype) -> nn.Module:
         model = _lm_weights.build(self.config, dtype)
         order = {key: number for number, key in enumerate(self.weights.header)}
-        _note_order(model, {name: order[key] for name, key in self.places.plain.items()})
+        _stored.note_order(model, {name: order[key] for name, key in self.places.plain.items()})
         return model
 
     def fill(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -109,35 +112,27 @@ class GgufBase(Base):
     """`unpacked`: weights become plain ones as they are read (16-bit, or what a quantiser makes of them)."""
 
     def __init__(self, source: Source, *, unpacked: bool = False) -> None:
-        from ...engine.packed_gguf import unpacked_notice, unsupported_kinds
-        from ...files import gguf_config as config
-        from ...files import gguf_names as names
-        from ...files import gguf_reader as reader
-
         self.source = source
-        self.file = reader.open_gguf(source.path, source.what)
-        self.config = config.transformers_config(self.file, source.what)
+        self.weights = GgufWeights(open_gguf(source.path, source.what))
+        self.config = transformers_config(self.weights.file, source.what)
         model = _lm_weights.build(self.config, torch.bfloat16)
         _check_trainable(model, source)
-        self.places = names.places(self.file, {k: tuple(v.shape) for k, v in model.state_dict().items()}, source.what)
-        kinds = unsupported_kinds(self.file, self.places)
-        self.unpacked = unpacked or bool(kinds)
-        self.notices = [unpacked_notice(self.file, kinds)] if kinds else []
+        shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        self.pieces = parameter_pieces(self.weights.file, shapes, source.what)
+        wide = bool(self.weights.unpacked_kinds())
+        self.unpacked = unpacked or wide
+        self.notices = [self.weights.unpacked_notice()] if wide else []
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        from ...engine.packed_gguf import pack_model
-
         model = _lm_weights.build(self.config, dtype)
-        _note_order(model, {name: self.file.tensors[place.tensor].offset for name, place in self.places.items()})
+        _stored.note_order(model, {name: self.weights.header[piece.key].offset for name, piece in self.pieces.items()})
         if not self.unpacked:
-            pack_model(model, self.file, self.places, self.source.what)
+            _stored.pack_layers_as_stored(model, self.weights, self.pieces, embeddings=True)
         return model
 
     def fill(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        from ...engine.packed_gguf import fill
-
         _lm_weights.fill_buffers(model, device)
-        fill(model, self.file, self.places, device, dtype)
+        _stored.fill(model, self.weights, self.pieces, device, lambda name: dtype)
 
     def fingerprint(self) -> str:
         with self.source.path.open("rb") as file:
@@ -147,20 +142,18 @@ class GgufBase(Base):
         return total.hexdigest()
 
     def stored(self) -> dict[str, Stored]:
-        from ...engine.packed_gguf import read_values
-
-        def read(place: Any, shape: torch.Size) -> Callable[[], Tensor]:
-            return lambda: read_values(self.file, place).reshape(shape)
+        def read(piece: Piece, shape: torch.Size) -> Callable[[], Tensor]:
+            return lambda: self.weights.part(piece).reshape(shape)
 
         shapes = {
             name: value.shape for name, value in _lm_weights.build(self.config, torch.bfloat16).state_dict().items()
         }
         return {
-            name: Stored(tuple(shapes[name]), None, read(place, shapes[name])) for name, place in self.places.items()
+            name: Stored(tuple(shapes[name]), None, read(piece, shapes[name])) for name, piece in self.pieces.items()
         }
 
     def key_of(self, parameter: str) -> str | None:
-        return parameter if parameter in self.places else None
+        return parameter if parameter in self.pieces else None
 
 
 def open_base(source: Source, settings: ModelConfig) -> Base:
@@ -169,13 +162,6 @@ def open_base(source: Source, settings: ModelConfig) -> Base:
 
 def is_gguf_source(source: Source) -> bool:
     return source.kind == "file" and source.path.is_file() and is_gguf(source.path)
-
-
-def _note_order(model: nn.Module, order: Mapping[str, int]) -> None:
-    """What loading needs at its peak depends on the order, which the simulation follows."""
-    for name, at in order.items():
-        owner: Any = model.get_submodule(name.rpartition(".")[0])
-        owner.read_at = max((0, at), getattr(owner, "read_at", (0, 0)))
 
 
 def _weights(source: Source) -> Weights:

@@ -11,8 +11,11 @@ from ...bases.originals import Original, spelled
 from ...bases.weights import Locate
 
 _BLOCKS = ("double_blocks.{}.", "single_blocks.{}.")
-FLUX = Original("convert_flux_transformer_checkpoint_to_diffusers", (*_BLOCKS, "guidance_in."))
-CHROMA = Original("convert_chroma_transformer_checkpoint_to_diffusers", (*_BLOCKS, "distilled_guidance_layer.layers.{}."))
+_MARKS = ("double_blocks.0.img_attn.qkv.weight",)
+FLUX = Original("convert_flux_transformer_checkpoint_to_diffusers", (*_BLOCKS, "guidance_in."), _MARKS)
+CHROMA = Original(
+    "convert_chroma_transformer_checkpoint_to_diffusers", (*_BLOCKS, "distilled_guidance_layer.layers.{}."), _MARKS
+)
 """The latter's approximator replaces all modulations."""
 RELEASED_WIDTH = 3072
 """diffusers reads kohya files of this width only."""
@@ -24,7 +27,7 @@ def derive(header: Any, standard: Mapping[str, Any]) -> tuple[dict[str, Any], Lo
     `standard` is the released model's config: what it does not name, its class does not have.
     """
     original = CHROMA if "approximator_layers" in standard else FLUX
-    file = spelled(header, original, "double_blocks.0.img_attn.qkv.weight", "x_embedder.weight")
+    file = spelled(header, original, "x_embedder.weight")
     width, channels = file.sides("x_embedder")
     head = (file.shape("transformer_blocks.0.attn.norm_q.weight") or (int(standard["attention_head_dim"]),))[0]
     approximator = file.sides("distilled_guidance_layer.in_proj")

@@ -25,12 +25,13 @@ FLUX2 = Original(
         *(f"single_blocks.{{}}.{name}.weight" for name in ("linear1", "linear2")),
         *(f"single_blocks.{{}}.norm.{name}_norm.scale" for name in ("query", "key")),
     ),
+    ("double_stream_modulation_img.lin.weight",),
 )
 
 
 def derive(header: Any, standard: Mapping[str, Any]) -> tuple[dict[str, Any], Locate]:
     """Config and places of a transformer in a single file, with Black Forest Labs' names or diffusers'."""
-    file = spelled(header, FLUX2, "double_stream_modulation_img.lin.weight", "x_embedder.weight")
+    file = spelled(header, FLUX2, "x_embedder.weight")
     width, channels = file.sides("x_embedder")
     head = (file.shape("transformer_blocks.0.attn.norm_q.weight") or (int(standard["attention_head_dim"]),))[0]
     config = dict(standard) | {

@@ -7,11 +7,12 @@ which no release has.
 
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import partial
 from math import isqrt
 from typing import Any
 
-from ...bases.originals import Places, Spelled
-from ...bases.weights import Locate, Piece, Share
+from ...bases.originals import Places, locate
+from ...bases.weights import Locate, Piece, Share, Spelled
 from ...files.kinds import Part, find_part
 
 _EMBEDDERS = {"timestep": "t_embedder", "resolution": "csize_embedder", "aspect_ratio": "ar_embedder"}
@@ -61,12 +62,12 @@ def derive(header: Any, standard: Mapping[str, Any]) -> tuple[dict[str, Any], Lo
 
     The picture it was made for is told by the authors' table of positions alone, where a file has it; else it is 1024 pixels.
     """
-    if part := find_part(header, "y_embedder.y_proj.fc1.weight"):
-        file = Spelled(part, places(part.count("blocks.{}.attn.qkv.weight")))
-    else:
-        file = Spelled(find_part(header, "adaln_single.linear.weight") or Part(header, ""), None)
+    original = find_part(header, "y_embedder.y_proj.fc1.weight")
+    part = original or find_part(header, "adaln_single.linear.weight") or Part(header, "")
+    known = places(original.count("blocks.{}.attn.qkv.weight")) if original else Places()
+    file = Spelled(header, partial(locate, part, known))
     width, channels, patch, _ = file.sides("pos_embed.proj", 4)
-    head, table = int(standard["attention_head_dim"]), part.shape("pos_embed") if part else None
+    head, table = int(standard["attention_head_dim"]), part.shape("pos_embed")
     side = isqrt(table[-2]) * patch if table else int(standard["sample_size"])
     config = dict(standard) | {
         "in_channels": channels,

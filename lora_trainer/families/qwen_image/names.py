@@ -8,7 +8,7 @@ from diffusers import QwenImageTransformer2DModel
 from torch import Tensor, nn
 
 from ...bases.parts import Config
-from ...bases.weights import Locate, Piece
+from ...bases.weights import Locate, Piece, Spelled
 from ...files.kinds import Part, find_part
 
 PATCH = 2
@@ -48,17 +48,15 @@ def build(config: Mapping[str, Any]) -> nn.Module:
 def derive(header: Any, standard: Config) -> tuple[Config, Locate]:
     """Config and places of a transformer in a single file; its original names are diffusers'."""
     part = find_part(header, "img_in.weight") or Part(header, "")
-
-    def shape(name: str) -> tuple[int, ...]:
-        return part.shape(f"{name}.weight") or (0, 0)
-
-    head = shape("transformer_blocks.0.attn.norm_q")[0] or int(standard["attention_head_dim"])
+    file = Spelled(header, lambda name: [Piece(part.key(name))])
+    width, channels = file.sides("img_in")
+    head = (file.shape("transformer_blocks.0.attn.norm_q.weight") or (int(standard["attention_head_dim"]),))[0]
     config = standard | {
-        "in_channels": shape("img_in")[1], "out_channels": shape("proj_out")[0] // PATCH**2,
-        "num_layers": part.count("transformer_blocks.{}.attn.to_q.weight"), "joint_attention_dim": shape("txt_in")[1],
-        "attention_head_dim": head, "num_attention_heads": max(1, shape("img_in")[0] // head),
+        "in_channels": channels, "out_channels": file.sides("proj_out")[0] // PATCH**2,
+        "num_layers": file.count("transformer_blocks.{}.attn.to_q.weight"), "joint_attention_dim": file.sides("txt_in")[1],
+        "attention_head_dim": head, "num_attention_heads": max(1, width // head),
         "axes_dims_rope": [axis * head // 128 for axis in standard["axes_dims_rope"]],
-        "zero_cond_t": "__index_timestep_zero__" in part,
-        "use_additional_t_cond": "time_text_embed.addition_t_embedding.weight" in part,
+        "zero_cond_t": "__index_timestep_zero__" in file,
+        "use_additional_t_cond": "time_text_embed.addition_t_embedding.weight" in file,
     }  # fmt: skip
-    return config, lambda name: [Piece(part.key(name))]
+    return config, file.locate

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...bases.parts import Config, Slot
-from ...bases.weights import Locate, Piece
+from ...bases.weights import Locate, Piece, Spelled
 from ...diffusion.vae import Latents
 from ...files.kinds import Part
 from .signature import VAE_QWEN
@@ -77,10 +77,7 @@ def locate(prefix: str, num_res_blocks: int) -> Locate:
 
 def derive(part: Part, standard: Config) -> tuple[Config, Locate]:
     """The encoder's layers stand in one row, in either naming: so many of a width, then one that halves the picture."""
-
-    def shape(name: str) -> tuple[int, ...] | None:
-        return part.shape(original(name, 0)) or part.shape(name)
-
+    shape = Spelled(part.header, locate(part.prefix, 0)).shape
     widths: list[list[int]] = [[]]
     temporal: list[bool] = []
     number = 0

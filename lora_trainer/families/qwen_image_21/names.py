@@ -22,7 +22,9 @@ from ...bases.weights import Locate
 
 SHRUNK = 2.0**-5
 _FUSED = "transformer_blocks.{}.img_mlp.gate_up.weight"
-QWEN_21 = Original("convert_qwen_image21_transformer_checkpoint_to_diffusers", (_FUSED,))
+QWEN_21 = Original(
+    "convert_qwen_image21_transformer_checkpoint_to_diffusers", (_FUSED,), tuple(_FUSED.format(block) for block in (0, 1))
+)
 
 
 class PictureTransformer(QwenImage21Transformer2DModel):
@@ -147,9 +149,9 @@ def build(config: Mapping[str, Any]) -> nn.Module:
 
 def derive(header: Any, standard: Config) -> tuple[Config, Locate]:
     """Config and places of a transformer in a single file: diffusers' names, but for the MLP's halves."""
-    file = spelled(header, QWEN_21, _FUSED.format(0), "txt_in.text_norm.weight")
+    file = spelled(header, QWEN_21, "txt_in.text_norm.weight")
     width, inner = file.sides("img_in")[0], file.sides("transformer_blocks.0.img_mlp.out")[1]
-    head = file.sides("transformer_blocks.0.attn.norm_q", 1)[0] or int(standard["attention_head_dim"])
+    head = (file.shape("transformer_blocks.0.attn.norm_q.weight") or (int(standard["attention_head_dim"]),))[0]
     config = standard | {
         "in_channels": file.sides("img_in")[1], "out_channels": file.sides("proj_out")[0],
         "num_layers": file.count("transformer_blocks.{}.attn.to_q.weight"), "context_in_dim": file.sides("txt_in.in_layer")[1],

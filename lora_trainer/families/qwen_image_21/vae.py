@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...bases.parts import Config, Slot
-from ...bases.weights import Locate, Piece
+from ...bases.weights import Locate, Piece, Spelled
 from ...diffusion.vae import Latents
 from ...files.kinds import Part
 from ..qwen_image import vae as _qwen_vae
@@ -66,17 +66,13 @@ def locate(prefix: str, num_res_blocks: int) -> Locate:
 
 def derive(part: Part, standard: Config) -> tuple[Config, Locate]:
     """Widths; which levels shrank time no tensor of a picture's VAE tells."""
-
-    def shape(name: str) -> tuple[int, ...] | None:
-        return part.shape(original(name, 0)) or part.shape(name)
+    file = Spelled(part.header, locate(part.prefix, 0))
+    resnets = file.count("encoder.down_blocks.0.resnets.{}.conv1.weight")
 
     def side(name: str, index: int, known: str) -> int:
-        found = shape(f"{name}.weight")
+        found = file.shape(f"{name}.weight")
         return found[index] if found else int(standard[known])
 
-    resnets = 0
-    while shape(f"encoder.down_blocks.0.resnets.{resnets}.conv1.weight"):
-        resnets += 1
     config = standard | {
         "base_dim": side("encoder.conv_in", 0, "base_dim"), "in_channels": side("encoder.conv_in", 1, "in_channels"),
         "decoder_base_dim": side("decoder.conv_out", 1, "decoder_base_dim"), "z_dim": side("post_quant_conv", 0, "z_dim"),

@@ -13,13 +13,17 @@ from ...bases.weights import Locate
 
 HEAD = 64
 """Channels of an attention head, where no norm tells them."""
-SD3 = Original("convert_sd3_transformer_checkpoint_to_diffusers", ("joint_blocks.{}.x_block.attn2.", "joint_blocks.0.ln_q"))
+SD3 = Original(
+    "convert_sd3_transformer_checkpoint_to_diffusers",
+    ("joint_blocks.{}.x_block.attn2.", "joint_blocks.0.ln_q"),
+    ("joint_blocks.0.x_block.attn.qkv.weight",),
+)
 """As if every block had a second attention, and norms: what a model lacks, nobody asks for."""
 
 
 def derive(header: Any, standard: Mapping[str, Any]) -> tuple[dict[str, Any], Locate]:
     """Config and places of a transformer in a single file, with Stability's names or diffusers'."""
-    file = spelled(header, SD3, "joint_blocks.0.x_block.attn.qkv.weight", "pos_embed.pos_embed")
+    file = spelled(header, SD3, "pos_embed.pos_embed")
     width, channels, patch, _ = file.sides("pos_embed.proj", 4)
     layers = file.count("transformer_blocks.{}.attn.to_q.weight")
     norm = file.shape("transformer_blocks.0.attn.norm_q.weight")

@@ -20,12 +20,13 @@ Z_IMAGE = Original(
         *(f"{name}.{leaf}" for name in _OUTSIDE for leaf in ("weight", "bias")),
         *(f"{blocks}.{{}}.attention.{name}.weight" for blocks in _LISTS for name in _ATTENTION),
     ),
+    ("x_embedder.weight", "final_layer.linear.weight"),
 )
 
 
 def derive(header: Any, standard: Mapping[str, Any]) -> tuple[dict[str, Any], Locate]:
     """Config and places of a transformer in a single file, with the original's names or diffusers'."""
-    file = spelled(header, Z_IMAGE, "layers.0.attention.qkv.weight", "cap_pad_token")
+    file = spelled(header, Z_IMAGE, "cap_pad_token")
     width, inputs = file.sides(f"all_x_embedder.{PATCH_KEY}")
     head = (file.shape("layers.0.attention.norm_q.weight") or (1,))[0]
     patch = int(standard["all_patch_size"][0])
