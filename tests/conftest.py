@@ -18,6 +18,18 @@ import torch
 torch.set_num_threads(1)
 
 
+gc.set_threshold(20_000, 20, 20)
+"""Graphs of thousands of modules and fake tensors come and go; what matters to memory is collected by the runs themselves."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """`pytest -n 2`: neighbours stay together, which use the same bases and plans, and who is done helps the other."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.option.dist == "load" else None
+
+
 @pytest.fixture(autouse=True)
 def _portuguese():
     from lora_trainer import errors

@@ -9,11 +9,13 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._device import DeviceContext
 
 from ..errors import SourceError, t
 from ..seam.family import Prepare
@@ -41,7 +43,7 @@ class Component:
     def skeleton(self) -> nn.Module:
         """The module on `meta`, frozen. SourceError where its config makes no network."""
         try:
-            with torch.device("meta"):
+            with _Unfilled(torch.device("meta")):
                 module = self.build(self.config)
         except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise self._unbuildable(error) from error
@@ -74,12 +76,16 @@ class Component:
         """False where only the architecture is known, for planning."""
         return bool(self.weights.header)
 
+    @cached_property
+    def pieces(self) -> dict[str, Piece]:
+        """Where each parameter lies, by name. SourceError when one is missing or of another shape."""
+        return find_pieces(self, self.skeleton())
+
     def used_keys(self) -> set[str]:
         """Keys of the file that `load` reads. SourceError when one is missing or of another shape."""
         if not self.has_weights:
             return set()
-        pieces = find_pieces(self, self.skeleton())
-        keys = {piece.key for piece in pieces.values()}
+        keys = {piece.key for piece in self.pieces.values()}
         return keys | {name for key in keys for name in self.weights.companions(key)}
 
     def fingerprint(self) -> str:
@@ -105,6 +111,18 @@ class Component:
         assert not any(x.is_meta for x in (*module.parameters(), *module.buffers())), "a tensor was left on meta"
 
 
+class _Unfilled(DeviceContext):
+    """`with device:` without filling new weights: on meta there is nothing to fill, but PyTorch takes as long as for the rest."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FILLING:
+            return (kwargs or {})["tensor"]
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+_FILLING = (nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_, nn.init.constant_)
+
+
 def load_all(
     components: Mapping[str, Component],
     names: Iterable[str],
@@ -119,8 +137,7 @@ def load_all(
     """
     model = nn.ModuleDict({name: components[name].skeleton() for name in names})
     reads = device.type != "meta"
-    known = {name: module for name, module in model.items() if reads or components[name].has_weights}
-    pieces = {name: find_pieces(components[name], module) for name, module in known.items()}
+    pieces = {name: components[name].pieces for name in model if reads or components[name].has_weights}
     nn.Module.to(model, dtype)  # not diffusers' own `to`, which warns of nothing
     for name, module in model.items():
         for path, layer in module.named_modules():

@@ -38,8 +38,12 @@ IN_PLACE = frozenset(
     }
 )
 """They change values, which fakes have not, and no shape."""
+SCALED = frozenset({aten.add.Tensor, aten.div.Tensor, aten.mul.Tensor, aten.sub.Tensor})
+"""Of a Python number only its type matters to what they give back. Tiles are blended row by row, each by a number of its own."""
 _DEVICE = torch.ops.prim.device.default
 _ITEM = aten._local_scalar_dense.default
+_COUNT = aten.add_.Tensor
+_SELECT = aten.select.int
 
 
 class _NotKeyed(Exception):
@@ -65,6 +69,8 @@ class QuickFakeMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._known: dict[Any, Any] = {}
         """By key: a _Result, several, or None for what must be asked each time."""
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
+        """Of every fake tensor on a device; PyTorch's constructor works them out anew for each."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -75,12 +81,17 @@ class QuickFakeMode(FakeTensorMode):
             return args[0].fake_device
         if func in IN_PLACE and isinstance(args[0], FakeTensor) and args[0].constant is None:
             return args[0]
-        if func is _ITEM and isinstance(args[0], FakeTensor) and args[0].constant is None:
-            return _told(args[0].dtype)
+        if func is _ITEM and isinstance(args[0], FakeTensor):
+            return _told(args[0].dtype) if args[0].constant is None else args[0].constant.item()
+        if func is _COUNT and isinstance(args[0], FakeTensor) and args[0].constant is not None and not isinstance(args[1], Tensor):
+            args[0].constant.add_(args[1])
+            return args[0]
+        if func is _SELECT and isinstance(args[0], FakeTensor):
+            return self._select(*args)
         kwargs = kwargs or {}
         try:
             key: list[Any] = [func]
-            self._add_to_key(key, args)
+            self._add_to_key(key, args, valued=func not in SCALED)
             for name, value in kwargs.items():
                 key.append(name)
                 self._add_to_key(key, (value,))
@@ -96,7 +107,8 @@ class QuickFakeMode(FakeTensorMode):
             self._known[frozen] = self._describe(out, args)
         return out
 
-    def _add_to_key(self, key: list[Any], values: Any) -> None:
+    def _add_to_key(self, key: list[Any], values: Any, valued: bool = True) -> None:
+        """`valued`: the result depends on the value of numbers."""
         for value in values:
             if isinstance(value, Tensor):
                 if not isinstance(value, FakeTensor) or value.constant is not None or value.layout is not torch.strided:
@@ -106,7 +118,7 @@ class QuickFakeMode(FakeTensorMode):
                 key.append(len(value))
                 self._add_to_key(key, value)
             else:
-                key += (type(value), value)
+                key += (type(value), value if valued else None)
 
     def _describe(self, out: Any, args: Any) -> tuple[_Result | None, ...] | _Result | None:
         """None where the result is neither new nor a view."""
@@ -141,7 +153,25 @@ class QuickFakeMode(FakeTensorMode):
             made.set_(args[0].untyped_storage(), result.offset, result.shape, result.stride)
         else:
             made = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="meta")
-        return FakeTensor(self, made, result.device)
+        return self._fake(made, result.device)
+
+    def _select(self, x: FakeTensor, dim: int, index: int) -> Tensor:
+        shape, stride = list(x.shape), list(x.stride())
+        offset = int(x.storage_offset()) + index % shape[dim] * stride[dim]
+        del shape[dim], stride[dim]
+        return self._make(_Result(torch.Size(shape), tuple(stride), x.dtype, x.fake_device, True, offset), (x,))
+
+    def _fake(self, made: Tensor, device: torch.device) -> Tensor:
+        """`FakeTensor(self, made, device)`."""
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            first = FakeTensor(self, made, device)
+            self._attributes[device] = dict(first.__dict__)
+            return first
+        fake = Tensor._make_subclass(FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=device)
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        fake.__dict__.update(attributes)
+        return fake
 
 
 def _told(dtype: torch.dtype) -> bool | int | float:

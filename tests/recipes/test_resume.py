@@ -31,8 +31,8 @@ def straight(tmp_path):
 
 
 def test_killed_twice(tmp_path):
-    """Long enough (80 steps) that it cannot have ended before it is killed."""
-    config = make(tmp_path, treino={"epocas": 40}, modelo={"dropout_lora": 0.1}, saida={"nome": "lora", "salvar_cada": 2})
+    """Long enough (40 steps) that it cannot have ended before it is killed."""
+    config = make(tmp_path, treino={"epocas": 20}, modelo={"dropout_lora": 0.1}, saida={"nome": "lora", "salvar_cada": 2})
     folder = tmp_path / "saida" / "lora"
     kill_after_step(start(config), folder, 3)
     kill_after_step(start(config, "--retomar"), folder, 6)
@@ -40,21 +40,21 @@ def test_killed_twice(tmp_path):
     killed = final(tmp_path)
     resumed = [row["step"] for row in events(folder, "resumed")]
     assert len(resumed) == 2
-    assert 2 <= resumed[0] < resumed[1] < 80
-    assert {row["step"] for row in events(folder)} == set(range(1, 81))
+    assert 2 <= resumed[0] < resumed[1] < 40
+    assert {row["step"] for row in events(folder)} == set(range(1, 41))
     assert run(config) == 0
     assert final(tmp_path) == killed
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_asked_to_stop(tmp_path, number):
-    """Long enough (80 steps) that it cannot have ended before the signal comes."""
-    config = make(tmp_path, treino={"epocas": 40})
+    """Long enough (40 steps) that it cannot have ended before the signal comes."""
+    config = make(tmp_path, treino={"epocas": 20})
     process = start(config)
     kill_after_step(process, tmp_path / "saida" / "lora", 3, number)
     assert process.returncode == 130
     assert run(config, "--retomar") == 0
-    assert len({row["step"] for row in events(tmp_path / "saida" / "lora")}) == 80
+    assert len({row["step"] for row in events(tmp_path / "saida" / "lora")}) == 40
     assert run(config, "saida.nome=reto") == 0
     stopped, straight = load_file(tmp_path / "saida/lora/lora.safetensors"), load_file(tmp_path / "saida/reto/reto.safetensors")
     assert all(torch.equal(stopped[key], straight[key]) for key in straight)

@@ -85,6 +85,18 @@ def test_shapes_dtypes_and_scalars_are_told_apart() -> None:
             assert [part.shape[0] for part in torch.empty(5, 1).split(2)] == [2, 2, 1]
 
 
+def test_rows_are_selected_where_they_lie_and_a_factor_changes_no_shape() -> None:
+    for mode in (QuickFakeMode(), FakeTensorMode()):
+        with mode:
+            x = torch.empty(2, 4, 6)[:, 1:]
+            rows = [x.select(1, index) for index in (0, 2, -1)]
+            assert [row.storage_offset() for row in rows] == [6, 18, 18]
+            assert {(row.shape, row.stride(), row.dtype) for row in rows} == {((2, 6), (24, 1), torch.float32)}
+            assert all(row.untyped_storage()._cdata == x.untyped_storage()._cdata for row in rows)
+            blended = [row * (1 - share / 8) + row * (share / 8) for share, row in enumerate(rows)]
+            assert {(made.shape, made.stride(), made.dtype) for made in blended} == {((2, 6), (6, 1), torch.float32)}
+
+
 def test_gradients_flow() -> None:
     with QuickFakeMode():
         layer = nn.Linear(8, 4)

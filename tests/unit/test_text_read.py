@@ -100,7 +100,7 @@ def test_bad_lines_may_be_skipped_and_are_counted(tmp_path: Path) -> None:
     [
         ("html.json", b"<!DOCTYPE html><title>404</title>", "página web"),
         ("lfs.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "git-lfs"),
-        ("zip.jsonl", gzip.compress(b"{}"), "comprimido"),
+        ("zip.jsonl", gzip.compress(b"{}", mtime=0), "comprimido"),
         ("sheet.csv", b"PK\x03\x04rest", "planilha"),
         ("empty.jsonl", b"\xef\xbb\xbf \n", "vazio"),
         ("false.parquet", b"{}", "não é um arquivo Parquet"),

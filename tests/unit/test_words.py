@@ -11,10 +11,8 @@ import lora_trainer
 from lora_trainer.config import names
 
 PACKAGE = Path(lora_trainer.__file__).parent
-FILES = sorted(
-    path for place in ("config", "data", "families", "text", "files/sources.py", "files/kinds.py", "files/headers.py")
-    for path in ([PACKAGE / place] if place.endswith(".py") else (PACKAGE / place).glob("*.py"))
-)  # fmt: skip
+ROOMS = ("bases", "config", "data", "diffusion", "families", "files", "text")
+FILES = sorted(path for room in ROOMS for path in (PACKAGE / room).rglob("*.py"))
 NAME = re.compile(r"\b[a-z]+\.[a-z_0-9]+\b")
 
 
