@@ -13,7 +13,6 @@ from ..config.names import shown
 from ..errors import SourceError, t
 from ..files.headers import read_header
 from ..layouts import Lora, LoraFile, LoraModule, differences, read_lora
-from ..layouts.differences import misfits
 from ..layouts.lycoris import LycorisModule
 from ..layouts.lycoris_files import read_lycoris
 from ..layouts.peft import read_peft_folder
@@ -124,8 +123,7 @@ class Adapter:
 
     def modules(self) -> Modules:
         """Plain float32 CPU tensors, apart from the model."""
-        values = {path: {name: _copy(x) for name, x in _tensors(layer).items()} for path, layer in self.layers.items()}
-        return {path: _module(layer, values[path]) for path, layer in self.layers.items()}
+        return {path: _module(layer) for path, layer in self.layers.items()}
 
     def export(self) -> Lora:
         """The same where they are a LoRA."""
@@ -148,14 +146,9 @@ class Adapter:
         """The file, whole, finite and of this adapter's modules, ranks and kind. Looks at shapes: works on meta too."""
         file = self.read(path)
         shapes = {path: _plain(layer, dict(factors(layer))) for path, layer in self.layers.items()}
-        if lines := self.misfits(file, shapes):
+        if lines := differences(file, shapes):
             raise _not_fitting(file.metadata, lines, path)
         return file
-
-    def misfits(self, file: LoraFile[Any], modules: Modules) -> list[str]:
-        """In words; `modules` are the adapter's own."""
-        compare: Any = differences if self.kind == "lora" else misfits
-        return cast(list[str], compare(file, modules))
 
     def read(self, path: Path) -> LoraFile[Any]:
         """A file, or a PEFT folder, of the adapter's kind; only what it holds of our modules."""
@@ -188,7 +181,8 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float32, copy=True)
 
 
-def _module(layer: Layer, values: Mapping[str, Tensor]) -> LoraModule | LycorisModule:
+def _module(layer: Layer) -> LoraModule | LycorisModule:
+    values = {name: _copy(tensor) for name, tensor in _tensors(layer).items()}
     plain = _plain(layer, values)
     if isinstance(plain, LoraModule) and _has_start(layer):
         return pissa.exported(plain, *(values[name] for name in pissa.STARTS))
@@ -203,7 +197,7 @@ def _plain(layer: Layer, values: Mapping[str, Tensor]) -> LoraModule | LycorisMo
 
 
 def _values(layer: Layer, module: LoraModule | LycorisModule) -> dict[str, Tensor]:
-    """As `_module` takes them."""
+    """By name, what gives the layer the effect of this module."""
     if isinstance(module, LycorisModule):
         return module.factors
     if _has_start(layer):

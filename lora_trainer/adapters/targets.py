@@ -12,12 +12,12 @@ from torch import nn
 from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import ConfigError, t
-from ..layouts.readers import unreadable
+from ..layouts.lycoris import TITLES
+from ..layouts.readers import programs, unreadable
+from ..layouts.table import LAYOUTS
 
 if TYPE_CHECKING:
     from ..seam.family import Family
-
-IMAGE_FORMATS = ("kohya", "diffusers")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def find_targets(
         assert adapted, "train_text_encoder needs the text encoders in the model"
         chosen += adapted
     _check_rules(chosen, settings)
-    _check_formats(model, family, settings, formats)
+    _check_formats(family, settings, formats)
     if settings.adapter_kind == "lora":
         _check_readers(model, chosen, family, settings, formats)
     return chosen
@@ -96,29 +96,11 @@ def _check_rules(chosen: Sequence[str], settings: ModelConfig) -> None:
             raise _rule_without_layers(rule["target"], chosen)
 
 
-def _check_formats(
-    model: nn.ModuleDict, family: "Family", settings: ModelConfig, formats: Collection[str]
-) -> None:
+def _check_formats(family: "Family", settings: ModelConfig, formats: Collection[str]) -> None:
     """What LoHa and LoKr are written in, and the one layout that has no place for DoRA."""
-    kind = {"loha": "LoHa", "lokr": "LoKr"}.get(settings.adapter_kind)
-    if kind and not set(formats) <= set(IMAGE_FORMATS):
-        raise ConfigError(
-            t(
-                pt=f"{kind} é só para modelos de imagem, não para {family.title}",
-                en=f"{kind} is for image models only, not for {family.title}",
-            ),
-            t(pt="use tipo_adaptador: lora", en="use adapter_kind: lora"),
-            shown("model", "adapter_kind"),
-        )
-    if kind and "diffusers" in formats and "unet" in model:
-        raise ConfigError(
-            t(pt=f"o diffusers não lê {kind} de {family.title}", en=f"diffusers does not read a {kind} of {family.title}"),
-            t(
-                pt="use saida.formatos: [kohya], que o ComfyUI, o A1111 e o Forge leem",
-                en="use output.formats: [kohya], which ComfyUI, A1111 and Forge read",
-            ),
-            shown("output", "formats"),
-        )
+    kind = settings.adapter_kind
+    if kind != "lora":
+        _check_kind(family, kind, formats)
     if settings.dora and "kohya" in formats and family.kohya_slots is not None:
         raise ConfigError(
             t(
@@ -127,6 +109,29 @@ def _check_formats(
             ),
             t(pt="use saida.formatos: [diffusers], ou apague dora", en="use output.formats: [diffusers], or delete dora"),
             shown("model", "dora"),
+        )
+
+
+def _check_kind(family: "Family", kind: str, formats: Collection[str]) -> None:
+    title = TITLES[kind]
+    if not all(name in LAYOUTS and kind in LAYOUTS[name].kinds for name in formats):
+        raise ConfigError(
+            t(
+                pt=f"{title} é só para modelos de imagem, não para {family.title}",
+                en=f"{title} is for image models only, not for {family.title}",
+            ),
+            t(pt="use tipo_adaptador: lora", en="use adapter_kind: lora"),
+            shown("model", "adapter_kind"),
+        )
+    if not all(programs(family, layout, kind) for layout in formats):
+        *others, last = programs(family, "kohya", kind)
+        raise ConfigError(
+            t(pt=f"o diffusers não lê {title} de {family.title}", en=f"diffusers does not read a {title} of {family.title}"),
+            t(
+                pt=f"use saida.formatos: [kohya], que o {', o '.join(others)} e o {last} leem",
+                en=f"use output.formats: [kohya], which {', '.join(others)} and {last} read",
+            ),
+            shown("output", "formats"),
         )
 
 
@@ -197,28 +202,22 @@ def _user_pattern(text: str, family: "Family") -> re.Pattern[str]:
 
 
 def _no_match(text: str, names: list[str], family: "Family") -> ConfigError:
-    presets, listed = ", ".join(family.lora_targets), _near(text, names)
+    presets = ", ".join(family.lora_targets)
     return ConfigError(
         t(pt=f"nenhuma camada do modelo combina com `{text}`", en=f"no layer of the model matches `{text}`"),
-        t(
-            pt=f"conjuntos prontos: {presets}. Camadas parecidas (N = número):{listed}",
-            en=f"ready sets: {presets}. Similar layers (N = a number):{listed}",
-        ),
+        t(pt=f"conjuntos prontos: {presets}. ", en=f"ready sets: {presets}. ") + _near(text, names),
         shown("model", "lora_targets"),
     )
 
 
 def _rule_without_layers(text: str, names: Sequence[str]) -> ConfigError:
-    listed = _near(text, names)
+    mend = t(pt="corrija a expressão, ou aumente alvos_lora. ", en="correct the expression, or widen lora_targets. ")
     return ConfigError(
         t(
             pt=f"nenhuma das camadas de alvos_lora combina com a regra `{text}`",
             en=f"none of the layers of lora_targets matches the rule `{text}`",
         ),
-        t(
-            pt=f"corrija a expressão, ou aumente alvos_lora. Camadas parecidas (N = número):{listed}",
-            en=f"correct the expression, or widen lora_targets. Similar layers (N = a number):{listed}",
-        ),
+        mend + _near(text, names),
         shown("model", "lora_rules"),
     )
 
@@ -227,4 +226,5 @@ def _near(text: str, names: Sequence[str]) -> str:
     kinds = sorted({re.sub(r"\d+", "N", name) for name in names})
     plain = re.sub(r"[\\^$.*+?()\[\]{}|]+", ".", text).strip(".")
     near = sorted(kinds, key=lambda kind: -difflib.SequenceMatcher(None, plain, kind[-len(plain) :]).ratio())[:5]
-    return "".join(f"\n    {kind}" for kind in near)
+    listed = "".join(f"\n    {kind}" for kind in near)
+    return t(pt=f"Camadas parecidas (N = número):{listed}", en=f"Similar layers (N = a number):{listed}")

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from ..bases.weights import Piece
-from ..errors import SourceError, UserError, t
+from ..errors import DivergedError, SourceError, UserError, t
 from ..files.gguf_blocks import dequantize
 from ..files.gguf_names import ARCHITECTURES, paired_heads, tensor_name
 from ..files.gguf_reader import GgufFile, open_gguf
 from ..layouts.lora import Lora, LoraModule
+from ..layouts.peft import LANGUAGE_PART as PART
 from ._folders import new_file
-from .write import DTYPES, cast
+from .write import DTYPES
 
-PREFIX = "language_model."
 SAME_AS = {"mistral": "llama", "gemma3": "gemma3", "gemma3_text": "gemma3"}
 """transformers' types that llama.cpp's converter writes as another architecture."""
 WAY_OUT = (
@@ -58,7 +58,9 @@ def write_gguf_lora(
         up = fitted.up.flatten(1)
         tensors[f"{target.tensor}.lora_a"] = fitted.down.flatten(1)
         tensors[f"{target.tensor}.lora_b"] = _in_file_order(up, target.order)
-    _write(path, cast(tensors, DTYPES[precision], path), {"arch": arch, "alpha": alpha, "name": path.stem, "base": base})
+    stored = {name: tensor.to(DTYPES[precision]).contiguous() for name, tensor in tensors.items()}
+    _refuse_non_finite(stored, path)
+    _write(path, stored, {"arch": arch, "alpha": alpha, "name": path.stem, "base": base})
     return path
 
 
@@ -121,8 +123,8 @@ def _targets(lora: Lora, config: Any, arch: str) -> dict[str, _Target]:
 def _checked_targets(names: Collection[str], dora: Collection[str], config: Any, arch: str) -> dict[str, _Target]:
     """The targets of the modules `names`, of which `dora` are DoRA; UserError where llama.cpp has none."""
     found = {name: _target(name, config, arch) for name in names}
-    wrong = [name.removeprefix(PREFIX) for name, target in found.items() if target is None]
-    if doras := [name.removeprefix(PREFIX) for name in dora]:
+    wrong = [name.removeprefix(f"{PART}.") for name, target in found.items() if target is None]
+    if doras := [name.removeprefix(f"{PART}.") for name in dora]:
         problem = t(pt="o llama.cpp não carrega DoRA", en="llama.cpp does not load DoRA")
         raise UserError(f"{problem}: {_few(doras)}", t(pt=WAY_OUT[0], en=WAY_OUT[1]))
     if wrong:
@@ -138,7 +140,7 @@ def _few(names: list[str]) -> str:
 
 
 def _target(name: str, config: Any, arch: str) -> _Target | None:
-    tensor = tensor_name(f"{name.removeprefix(PREFIX)}.weight", arch)
+    tensor = tensor_name(f"{name.removeprefix(f'{PART}.')}.weight", arch)
     tied = tensor == "output.weight" and config.tie_word_embeddings
     if tensor is None or tied or tensor == "token_embd.weight" or "_exps." in tensor:
         return None
@@ -160,6 +162,21 @@ def _in_file_order(up: Tensor, order: Tensor | None) -> Tensor:
 def _values(file: GgufFile, name: str) -> Tensor:
     info = file.tensors[name]
     return dequantize(file.raw(name), info.kind, torch.float32).view(info.shape)
+
+
+def _refuse_non_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
+    wrong = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
+    if wrong:
+        raise DivergedError(
+            t(
+                pt=f"{len(wrong)} tensores do LoRA não são finitos em {tensors[wrong[0]].dtype} ({wrong[0]}, …); nada "
+                "foi gravado",
+                en=f"{len(wrong)} tensors of the LoRA are not finite in {tensors[wrong[0]].dtype} ({wrong[0]}, …); "
+                "nothing was written",
+            ),
+            t(pt="diminua taxa_aprendizado, ou use precisao: fp32", en="lower learning_rate, or use precision: fp32"),
+            str(path),
+        )
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..engine.tracker import host_memory
 from ..errors import SourceError, t
 from ..layouts.lora import Lora, LoraModule
+from ..layouts.peft import LANGUAGE_PART as PART
 from ._folders import Entry, new_folder, write_shards, write_text
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from ..seam.family import Batch
     from ..techniques import MemoryPlan
 
-PART = "language_model"
 HEAD, EMBEDDINGS = "lm_head", "model.embed_tokens.weight"
 """As all tied models of transformers name them."""
 ROWS = 1 << 22

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..adapters import Adapter
 from ..engine.tracker import host_memory
 from ..errors import DivergedError, MachineError, t
+from ..layouts.differences import differences
 from ..layouts.lora import Lora
 from ..layouts.peft import WEIGHTS
 from ..layouts.read import read_tensors
@@ -96,10 +97,10 @@ def read_back(adapter: Adapter, path: Path) -> tuple[Modules, float]:
     """The file's modules, which are the adapter's; and by how much its dtype changed the effect of the worst."""
     dtype, live = _stored_dtype(path / WEIGHTS if path.is_dir() else path), adapter.modules()
     file = adapter.read(path)
-    lines = adapter.misfits(file, live)
+    lines = differences(file, live)
     require(not lines, path, "; ".join(lines))
     changed = max(
-        float((stored - own).norm() / own.norm().clamp_min(1e-30))
+        relative_norm(stored, own)
         for name in live
         for stored, own in zip(_effects(file.lora[name]), _effects(live[name]), strict=True)
     )
@@ -200,6 +201,10 @@ def _layers(model: nn.ModuleDict) -> dict[str, LoraLayer]:
 
 def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     return [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+
+
+def relative_norm(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
 def relative(a: Tensor, b: Tensor) -> float:

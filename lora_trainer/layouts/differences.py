@@ -2,19 +2,27 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from ..errors import t
-from .lora import Lora, LoraModule
-from .lycoris import Lycoris, LycorisModule
+from .lora import LoraModule
+from .lycoris import LycorisModule
 from .read import LoraFile
+from .table import Modules
 
 
-def differences(file: LoraFile[LoraModule], live: Lora) -> list[str]:
-    """Empty if the file fits the adapter: same modules, ranks and kind."""
-    lines = name_lines(file.strangers, file.lora.keys(), live.keys())
+def differences(file: LoraFile[Any], live: Modules) -> list[str]:
+    """Empty if the file fits the adapter: same modules, of the same kind and sizes."""
     both = {path: (file.lora[path], live[path]) for path in sorted(live.keys() & file.lora.keys())}
+    lycoris = any(isinstance(module, LycorisModule) for module in live.values())
+    own = _of_lycoris(both) if lycoris else _of_lora(both)
+    return [*name_lines(file.strangers, file.lora.keys(), live.keys()), *own]
+
+
+def _of_lora(both: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """Ranks, sizes, matrices of one pair, DoRA; by path the file's module and the adapter's."""
     ranks = Counter((a.rank, b.rank) for a, b in both.values() if a.rank != b.rank)
-    lines += [_counted(f"rank {theirs}", str(ours), count) for (theirs, ours), count in sorted(ranks.items())]
+    lines = [_counted(f"rank {theirs}", str(ours), count) for (theirs, ours), count in sorted(ranks.items())]
     lines += _listed({
         t(
             pt="{n} camadas têm outro tamanho: o arquivo é de outra família de modelo",
@@ -29,12 +37,11 @@ def differences(file: LoraFile[LoraModule], live: Lora) -> list[str]:
     return [*lines, *map(_dora_line, dora[:1])]
 
 
-def misfits(file: LoraFile[LycorisModule], live: Lycoris) -> list[str]:
-    """The same of a LoHa or LoKr: modules, factors and sizes."""
-    pairs = [(_described(file.lora[path]), _described(live[path])) for path in live.keys() & file.lora.keys()]
+def _of_lycoris(both: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """Factors and sizes."""
+    pairs = [(_described(a), _described(b)) for a, b in both.values()]
     wrong = Counter((theirs, ours) for theirs, ours in pairs if theirs != ours)
-    counted = [_counted(theirs, ours, count) for (theirs, ours), count in sorted(wrong.items())[:3]]
-    return [*name_lines(file.strangers, file.lora.keys(), live.keys()), *counted]
+    return [_counted(theirs, ours, count) for (theirs, ours), count in sorted(wrong.items())[:3]]
 
 
 def name_lines(strangers: Sequence[str], theirs: Collection[str], ours: Collection[str]) -> list[str]:

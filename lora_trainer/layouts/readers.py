@@ -49,6 +49,11 @@ def proves(family: "Family", layout: str, kind: str) -> bool:
     return DIFFUSERS in family.formats[layout] and kind in kinds
 
 
+def programs(family: "Family", layout: str, kind: str) -> list[str]:
+    """Who reads a file of this layout and kind."""
+    return [name for name in family.formats[layout] if name != DIFFUSERS or proves(family, layout, kind)]
+
+
 def unreadable(paths: Sequence[str], family: "Family", formats: Collection[str], config: Any) -> list[str]:
     """The `paths` that diffusers would not find again in a file of these formats; `config` is the UNet's."""
     if "kohya" not in formats or not paths:

@@ -28,6 +28,7 @@ class Layout:
     """As each module's `alpha`, inside its last factor, or told elsewhere."""
     magnitude: Callable[[int], tuple[int, ...]]
     """Shape of DoRA's magnitude for a weight of so many dimensions."""
+    kinds: tuple[str, ...] = ("lora", "loha", "lokr")
 
 
 _PEFTS = {"down": "lora_A.weight", "up": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
@@ -38,7 +39,7 @@ LAYOUTS = {
         lambda dimensions: (-1, *[1] * (dimensions - 1)),
     ),
     "diffusers": Layout(_PEFTS, "folded", lambda dimensions: (1, -1, 1, 1) if dimensions == 4 else (-1,)),
-    "peft": Layout(_PEFTS, "apart", lambda dimensions: (-1,)),
+    "peft": Layout(_PEFTS, "apart", lambda dimensions: (-1,), kinds=("lora",)),
 }
 
 

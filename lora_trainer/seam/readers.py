@@ -10,7 +10,7 @@ Readers = Mapping[str, tuple[str, ...]]
 """Layout of a file -> the programs that read it; the usual layout first."""
 
 DIFFUSERS = "diffusers"
-UNETS: Readers = {"kohya": (DIFFUSERS, "ComfyUI", "A1111", "Forge"), "diffusers": (DIFFUSERS, "ComfyUI")}
+UNETS: Readers = {"kohya": (DIFFUSERS, "ComfyUI", "A1111", "Forge"), "diffusers": (DIFFUSERS,)}
 TRANSFORMERS: Readers = {"diffusers": (DIFFUSERS, "ComfyUI", "Forge"), "kohya": (DIFFUSERS, "ComfyUI", "Forge")}
 KOHYA_WITHOUT_DIFFUSERS: Readers = {**TRANSFORMERS, "kohya": ("ComfyUI", "Forge")}
 """Of transformers whose kohya files diffusers does not take apart."""

@@ -20,9 +20,9 @@ from ..export._folders import write_text
 from ..export.gguf_lora import modelfile, read_gguf_lora, write_gguf_lora
 from ..export.merge import measure_drift, merge
 from ..export.peft_folder import save_peft_folder, verify_peft_folder
+from ..export.proof import relative_norm
 from ..families.causal_lm.base import is_gguf_source
-from ..families.causal_lm.family import PART, CausalLM
-from ..layouts.lora import Lora
+from ..families.causal_lm.family import CausalLM
 from ..loop import to_device
 from ..modality import Outputs, RunFacts
 from ..techniques import MemoryPlan
@@ -94,7 +94,7 @@ class TextOutputs(Outputs):
                 return path
             precision: Literal["fp16", "fp32"] = "fp32" if output.precision == "fp32" else "fp16"
             base = self.family.source.title()
-            write_gguf_lora(_by_module(adapter), self.family.config, path, precision=precision, base=base)
+            write_gguf_lora(adapter.export(), self.family.config, path, precision=precision, base=base)
             if step is None:
                 longest = self.config.data.max_length if self.config.data.max_length > OLLAMA_CONTEXT else 0
                 own_gguf = self.family.source.path if self.family.source.path.suffix == ".gguf" else Path("BASE.gguf")
@@ -120,9 +120,9 @@ class TextOutputs(Outputs):
 
     def _read_back(self, adapter: Adapter, path: Path, steps: str) -> str:
         with host_memory():
-            live = _by_module(adapter)
+            live = adapter.export()
             stored = read_gguf_lora(path, self.family.config, list(live))
-            worst = max(_difference(stored[name].delta(), live[name].delta()) for name in live)
+            worst = max(relative_norm(stored[name].delta(), live[name].delta()) for name in live)
         assert worst < 2e-3, f"{path}: delta W differs by {worst:.1e} after reading back"
         return t(
             pt=f"pronto: {path}: {steps} passos, {len(live)} módulos, relido: difere {worst:.1e}; para o Ollama: "
@@ -134,7 +134,7 @@ class TextOutputs(Outputs):
     def _merged(self, model: nn.ModuleDict, adapter: Adapter) -> str:
         path = self._path("merged", None)
         with host_memory():
-            merged = merge(self.family, _by_path(adapter), path)
+            merged = merge(self.family, adapter.export(), path)
         self.batches.dataset.template.install(self.tokenizer)
         self.tokenizer.save_pretrained(path)
         self.written.append(path)
@@ -167,16 +167,3 @@ class TextOutputs(Outputs):
         with torch.no_grad():
             drift = measure_drift(self.family, model, path, [to_device(batch, device) for batch in batches], plan)
         return drift.line()
-
-
-def _by_path(adapter: Adapter) -> Lora:
-    return adapter.export()
-
-
-def _by_module(adapter: Adapter) -> Lora:
-    """Named as inside the transformers model."""
-    return {path.removeprefix(f"{PART}."): module for path, module in adapter.export().items()}
-
-
-def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm().clamp_min(1e-30))

@@ -1,19 +1,23 @@
 """The final oracle: what diffusers' own pipelines make of our files equals what the trainer computes (G01, G05)."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from adapter_models import MODELS, forward, perturb, pipeline, sd15_model, trained
+from adapter_models import MODELS, SD15, forward, perturb, pipeline, sd15_model, trained
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 
 from lora_trainer.adapters import inject
 from lora_trainer.config.schema import ModelConfig
 from lora_trainer.diffusion.unet import block_groups
-from lora_trainer.errors import DivergedError, MachineError
+from lora_trainer.errors import DivergedError, MachineError, set_language
 from lora_trainer.export.proof import check_consumer
 from lora_trainer.export.verify import verify
 from lora_trainer.export.write import save_adapter
-from lora_trainer.layouts.readers import unreadable
+from lora_trainer.families import PACKAGE, family_class
+from lora_trainer.layouts.readers import loader_for, unreadable
+from lora_trainer.plugins import available
 from lora_trainer.techniques.gradient_checkpointing import TECHNIQUE, recomputations
 
 CASES = {
@@ -239,3 +243,66 @@ def test_training_goes_on_after_verify(tmp_path):
     after = adapter.state_dict()
     moved = [key for key in before if not torch.equal(before[key], after[key])]
     assert {key.partition(".")[0] for key in moved} == {"unet", "text_encoder"}
+
+
+# -- which loader, and where there is none
+
+
+def of_pipeline(name, usual="StableDiffusionPipeline", **changed):
+    """SD 1.5 whose base's model_index.json names a pipeline."""
+    family = SimpleNamespace(**{**{key: getattr(SD15, key) for key in ("formats", "loader_kinds", "kohya_slots")}, **changed})
+    family.pipeline, family.source = usual, SimpleNamespace(config={"model_index": {"_class_name": name}}.get)
+    return family
+
+
+@pytest.mark.parametrize(
+    ("own", "usual", "loader"),
+    [
+        ("StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLPipeline", "StableDiffusionXLLoraLoaderMixin"),
+        ("FluxKontextPipeline", "FluxPipeline", "FluxLoraLoaderMixin"),
+        ("Flux2KleinPipeline", "Flux2Pipeline", "Flux2LoraLoaderMixin"),
+        ("ChromaPipeline", "ChromaPipeline", "FluxLoraLoaderMixin"),
+        ("PixArtSigmaPipeline", "PixArtSigmaPipeline", None),
+        ("APipelineOfSomebodys", "StableDiffusion3Pipeline", "SD3LoraLoaderMixin"),
+        (["its_module", "ItsPipeline"], "ZImagePipeline", "ZImageLoraLoaderMixin"),
+        ("DiffusionPipeline", "QwenImagePipeline", "QwenImageLoraLoaderMixin"),
+        ("UNet2DConditionModel", "StableDiffusionPipeline", "StableDiffusionLoraLoaderMixin"),
+        (None, "StableDiffusionPipeline", "StableDiffusionLoraLoaderMixin"),
+    ],
+)
+def test_the_loader_is_that_of_the_users_pipeline(own, usual, loader):
+    assert getattr(loader_for(of_pipeline(own, usual)), "__name__", None) == loader
+
+
+@pytest.mark.parametrize("name", [name for name in available(PACKAGE) if family_class(name).pipeline])
+def test_every_image_familys_usual_pipeline_has_a_loader_or_says_so(name):
+    family = family_class(name)
+    loader = loader_for(of_pipeline(None, family.pipeline))
+    assert (loader is not None) == any("diffusers" in programs for programs in family.formats.values())
+
+
+@pytest.mark.parametrize(("language", "words"), [("pt", "não tem carregador de LoRA para"), ("en", "has no LoRA loader for")])
+@pytest.mark.parametrize("case", ["everything", "dora"])
+def test_a_pipeline_without_a_loader_is_told_and_the_file_proved_all_the_same(case, language, words, tmp_path):
+    model, adapter, _ = trained("sd15", **CASES.get(case, DORA))
+    family = of_pipeline("PixArtSigmaPipeline", export_prefixes=SD15.export_prefixes)
+    path = save_adapter(adapter, family, tmp_path / "x.safetensors", "diffusers", "fp32", {})
+    with torch.no_grad():
+        before = forward(model)
+    set_language(language)
+    found = verify(model, adapter, family, path, forward)
+    assert words in found.reader
+    assert "PixArtSigmaPipeline" in found.line("5/5")
+    assert found.output_difference < 1e-4 < 0.003 < found.effect
+    with torch.no_grad():
+        assert torch.equal(forward(model), before)
+    tensors = load_file(path)
+    next(value for key, value in tensors.items() if "lora_B" in key)[0] += 0.01
+    save_file(tensors, path)
+    with pytest.raises(MachineError):
+        verify(model, adapter, family, path, forward)
+
+
+def test_nothing_is_asked_of_a_loader_that_is_not_there():
+    family = of_pipeline("PixArtSigmaPipeline", export_prefixes=SD15.export_prefixes)
+    assert unreadable(["unet.conv_in"], family, ["kohya"], None) == []
