@@ -15,7 +15,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import SourceError, t
-from ..files.kinds import Kind
+from ..files.kinds import UNKNOWN, VAE, Kind
 from ..files.sources import Source, open_source
 from . import architecture, single_file
 from .component import Component
@@ -217,7 +217,7 @@ def _folder_component(source: Source, name: str, sub: str, config: dict[str, Any
 
 # -- a VAE of its own
 
-_LATENTS = {Kind.SD1: "sd", Kind.SD2: "sd", Kind.SDXL: "sdxl"}
+_LATENTS = {"sd1": "sd", "sd2": "sd", "sdxl": "sdxl"}
 _SCALING = {"sd": 0.18215, "sdxl": 0.13025}
 """What the released VAEs' configs say: 1 / standard deviation of their latents."""
 
@@ -227,13 +227,13 @@ def open_vae(text: str, release: str) -> Component:
     what = shown("model", "vae")
     source = open_source(text, what)
     kind = source.looks_like()
-    if kind not in (Kind.VAE, Kind.SD1, Kind.SD2, Kind.SDXL):
+    if kind is not VAE and kind.name not in _LATENTS:
         raise SourceError(
             t(
                 pt=f"este arquivo parece {kind.title()}, não um VAE",
                 en=f"this file looks like {kind.title()}, not a VAE",
             )
-            if kind is not Kind.UNKNOWN
+            if kind is not UNKNOWN
             else t(pt="não há um VAE neste arquivo", en="there is no VAE in this file"),
             t(
                 pt=f"dê um VAE (autoencoder KL) ou retire a chave para usar o do modelo base; recebi "
@@ -258,9 +258,9 @@ def open_vae(text: str, release: str) -> Component:
 
 def _check_latent_space(source: Source, kind: Kind, release: str) -> None:
     """Refuse a VAE that says it belongs to another family: the shapes are the same, the latents are not."""
-    theirs = _LATENTS.get(kind)
+    theirs = _LATENTS.get(kind.name)
     marked = source.metadata.get("modelspec.architecture", "")
-    if kind is Kind.VAE and marked.startswith("stable-diffusion-"):
+    if kind is VAE and marked.startswith("stable-diffusion-"):
         theirs = "sdxl" if marked.startswith("stable-diffusion-xl") else "sd" if marked[17:19] in ("v1", "v2") else None
     if source.kind == "folder":
         config = source.config("vae") or source.config("") or {}

@@ -53,6 +53,10 @@ class Places:
     parts: Mapping[str, list[Share]] = field(default_factory=dict)
     """The shares of each fused tensor, in order."""
 
+    def locate(self, name: str) -> list[Piece]:
+        """In a file whose names begin with nothing; what no converter speaks of is called as diffusers calls it."""
+        return [self.pieces.get(name) or Piece(name)]
+
     def slot(self, layer: str, width: int) -> Slot | None:
         """A layer's place in a kohya file; `width`: rows of the smallest part of a fused matrix, which is q's or as wide."""
         piece = self.pieces.get(f"{layer}.weight")

@@ -15,6 +15,7 @@ from torch import nn
 from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import SourceError, t
+from ..files import kinds
 from ..files.gguf_names import tensor_name
 from ..files.kinds import Kind, Part
 from ..files.sources import Source, open_source
@@ -115,15 +116,15 @@ def _describe_t5(part: Part, standard: Config) -> tuple[Config, Locate]:
 
 
 CLIP_L = Slot(
-    "text_encoder", Kind.CLIP, "CLIP-L (clip_l.safetensors)", ("text_encoders.clip_l.",),
+    "text_encoder", kinds.CLIP, "CLIP-L (clip_l.safetensors)", ("text_encoders.clip_l.",),
     BUILDERS["text_encoder"], _describe_clip, single_file.locate_clip(),
 )  # fmt: skip
 T5_XXL = Slot(
-    "text_encoder_2", Kind.T5, "T5-XXL (t5xxl_fp16.safetensors, t5xxl_fp8_e4m3fn.safetensors)",
+    "text_encoder_2", kinds.T5, "T5-XXL (t5xxl_fp16.safetensors, t5xxl_fp8_e4m3fn.safetensors)",
     ("text_encoders.t5xxl.transformer.",), build_t5, _describe_t5, _locate_t5(None), float32=("wo",),
 )  # fmt: skip
 VAE = Slot(
-    "vae", Kind.VAE, "VAE (ae.safetensors)", ("vae.", "first_stage_model."),
+    "vae", kinds.VAE, "VAE (ae.safetensors)", ("vae.", "first_stage_model."),
     BUILDERS["vae"], _describe_vae, single_file.locate_diffusers_vae(),
 )  # fmt: skip
 
@@ -146,7 +147,7 @@ def open_parts(
             missing.append(slot)
     if missing:
         raise _missing(source, missing)
-    few_layers = {slot.part for slot in slots if slot.kind in (Kind.LANGUAGE_MODEL, Kind.VISION_LANGUAGE)}
+    few_layers = {slot.part for slot in slots if slot.kind in (kinds.LANGUAGE_MODEL, kinds.VISION_LANGUAGE)}
     for part, component in components.items():
         used = component.used_keys()
         if part not in few_layers and component.has_weights:
@@ -270,7 +271,7 @@ def _kept_notice(transformer: Component) -> str:
 
 def _wrong_slot(slot: Slot, source: Source, kind: Kind, slots: Sequence[Slot]) -> SourceError:
     right = next((other.option for other in slots if kind in (other.kind, *other.also)), None)
-    looks = kind.title() if kind is not Kind.UNKNOWN else t(pt="nada que eu conheça", en="nothing that is known here")
+    looks = kind.title() if kind is not kinds.UNKNOWN else t(pt="nada que eu conheça", en="nothing that is known here")
     way = ""
     if right:
         way = t(pt=f"; este arquivo cabe em {right}", en=f"; this file belongs in {right}")

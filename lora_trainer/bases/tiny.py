@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ..files.kinds import Part
-from .originals import Original, Places, locate
+from .originals import Places, locate
 from .weights import Locate
 
 Numbers = Mapping[str, Any]
@@ -73,8 +73,8 @@ class Tiny:
     """Architecture that GGUF files name."""
     release: str = ""
     """Of arch/, if it is not called as the family."""
-    original: Original | None = None
-    """The transformer's layout in single files; None: diffusers' own."""
+    places: Callable[[Numbers], Places] = lambda config: Places()
+    """Where single files have the transformer's weights, by its config; unsaid, as diffusers names them."""
     locate_vae: Callable[[Numbers], Locate] | None = None
     """The same for a VAE that is not Stable Diffusion's."""
     stored_vae: Callable[[dict[str, Tensor]], dict[str, Tensor]] = unchanged
@@ -98,9 +98,7 @@ class Tiny:
     """Options of `treino` that its golden losses depend on: of rectified flow, if nothing is said."""
 
     def locate(self, config: Numbers) -> Locate:
-        """Where single files have the transformer's weights, by its config."""
-        places = self.original.places_of(config) if self.original else Places()
-        return partial(locate, Part({}, ""), places)
+        return partial(locate, Part({}, ""), self.places(config))
 
     @property
     def encoders(self) -> dict[str, Encoder]:

@@ -132,6 +132,14 @@ def _float(value: Any) -> float:
 def _refuse_comma(text: str) -> None:
     if _DECIMAL_COMMA.fullmatch(text):
         raise PydanticCustomError("decimal_comma", "decimal comma", {"fixed": text.replace(",", ".")})
+def _tokens(value: Any) -> Any:
+    """auto, or a number of tokens; which numbers a family takes it says itself."""
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return "auto"
+    count = _float(_integer(value))
+    if not count.is_integer() or count < 1:
+        raise PydanticCustomError("tokens", "expected auto or a number of tokens")
+    return int(count)
 
 
 def _number(value: Any) -> Any:
@@ -257,6 +265,8 @@ Free = Annotated[dict[str, Any], BeforeValidator(typed)]
 """Names and values that a library knows, not we."""
 Share = Annotated[float | Literal["auto", "no"], BeforeValidator(_share), "share", NO_WORDS]
 """A part of a whole, from 0 to 1; `no` is 0."""
+Tokens = Annotated[int | Literal["auto"], BeforeValidator(_tokens), "tokens"]
+"""Of a caption."""
 Resolution = Annotated[tuple[int, int], BeforeValidator(_resolution), "resolution"]
 Text = Annotated[str, BeforeValidator(_text), "text"]
 LocalPath = Annotated[str, BeforeValidator(_path), "local_path"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import plugins
+from ..files.kinds import signatures
 from . import names
 from .fields import NO, YES, docs_of
 from .names import Option
@@ -108,6 +109,9 @@ def _forms(option: Option) -> list[dict[str, Any]]:
     if option.kind == "share":
         share = {"type": "number", "minimum": 0, "maximum": 1}
         return [share, _enum(*option.words, "auto", *sorted(YES | NO)), _REFERENCE]
+    if option.kind == "tokens":
+        lengths = {length for signature in signatures().values() for length in signature.caption_tokens}
+        return [_enum("auto", *sorted(lengths)), _REFERENCE]
     if option.kind in ("integer", "number"):
         limits = {_LIMITS[name]: limit for name, limit in option.limits.items()}
         return [{"type": "number", **limits}, {"type": "string", "pattern": r"^[-+0-9.eE]+$"}, _REFERENCE]

@@ -52,6 +52,7 @@ _OF_KIND: dict[str, Both] = {
     "number": ("um número", "a number"),
     "resolution": ("512, 512x768 ou [512, 768]", "512, 512x768 or [512, 768]"),
     "any": ("chaves e valores", "keys and values"),
+    "tokens": ("auto ou um número de tokens", "auto or a number of tokens"),
 }
 
 _LIMITS: dict[str, Both] = {

@@ -19,8 +19,8 @@ from .schema import Config
 
 INPUT_KINDS = ("local_path", "folder", "path_or_hub")
 PATH_KINDS = (*INPUT_KINDS, "output_folder")
-KINDS = ("boolean", "number", "integer", "resolution", "text", "share", *PATH_KINDS)
-NUMBER_KINDS = ("number", "integer", "resolution", "share")
+KINDS = ("boolean", "number", "integer", "resolution", "text", "share", "tokens", *PATH_KINDS)
+NUMBER_KINDS = ("number", "integer", "resolution", "share", "tokens")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 from .. import plugins
 from ..errors import ConfigError, t
+from ..files import kinds
 from ..files.gguf_reader import is_gguf, open_gguf
 from ..files.headers import read_header
 from ..files.sources import Source, open_source
@@ -36,9 +37,6 @@ YIELDS: dict[Key, tuple[Key, ...]] = {
 }
 """What the user writes -> what a preset then leaves alone, because it would say something else beside it:
 `tamanho_lote: 2` is an effective batch of 2, whatever the preset accumulates."""
-
-_FAMILY_OF_KIND = {"sd1": "sd15", "sd2": "sd15", "language_model": "causal_lm"}
-"""Where a family's name is not its kind's."""
 
 
 def names() -> tuple[str, ...]:
@@ -66,9 +64,7 @@ def family_of(base_model: str | None, family: str) -> str | None:
     """The family as written, else as the base's header or config tells it. Raises SourceError for a broken base."""
     if family != "auto" or not base_model:
         return None if family == "auto" else family
-    kind = open_source(base_model, shown("model", "base_model")).looks_like().value
-    name = _FAMILY_OF_KIND.get(kind, kind)
-    return name if name in families() else None
+    return kinds.family_of(open_source(base_model, shown("model", "base_model")).looks_like())
 
 
 def size_of(base_model: str | None, family: str | None = None) -> float | None:

@@ -26,6 +26,7 @@ from .fields import (
     Section,
     Switch,
     Text,
+    Tokens,
     option,
     section,
 )
@@ -232,8 +233,7 @@ class DataConfig(Section):
     caption_variants: Integer = option(8, pt="variantes_legenda", ge=1, le=1000)
     """pt: Versões de cada legenda guardadas no cache quando há embaralhamento ou descarte de etiquetas.
     en: Versions of each caption kept in the cache when tags are shuffled or dropped."""
-    max_caption_tokens: Literal["auto", 75, 150, 225, 128, 256, 512, 1024] = option(
-        "auto", pt="maximo_tokens", elsewhere="max_token_length")
+    max_caption_tokens: Tokens = option("auto", pt="maximo_tokens", elsewhere="max_token_length")
     """pt: Tokens da legenda que contam; auto: 75 no SD e SDXL (ou 150, 225), os da família nas outras (512 no FLUX;
     1024 só no Qwen-Image).
     en: Caption tokens that count; auto: 75 for SD and SDXL (or 150, 225), the family's elsewhere (512 for FLUX; 1024

@@ -13,8 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..bases import architecture, tokenizers
+from ..bases.components import Networks
+from ..config.schema import ModelConfig
 from ..engine.host import compute_device
 from ..errors import SourceError, t
+from ..files.sources import Source
 from .unet import text_body
 
 CHUNK = 75
@@ -47,6 +51,14 @@ class Chunks:
         tokens = self.tokens(caption)
         dropped = tokens[self.count * CHUNK :]
         return len(tokens), self.tokenizer.decode(dropped).strip() if dropped else ""
+
+
+def open_chunks(source: Source, settings: ModelConfig, networks: Networks, release: str, part: str, tokens: int | None) -> Chunks:
+    """Of the text encoder `part`; `release`: the folder of arch/."""
+    name = part.replace("text_encoder", "tokenizer")
+    tokenizer = tokenizers.find_tokenizer(source, settings.tokenizer, name, architecture.shipped(release, name))
+    vocabulary = int(networks.components[part].config.get("vocab_size", 49408))
+    return make_chunks(tokenizer, tokens, vocabulary, source.what)
 
 
 def make_chunks(tokenizer: Any, max_caption_tokens: int | None, vocabulary: int, what: str) -> Chunks:

@@ -1,8 +1,10 @@
 """What all diffusion families share: corrupt, predict, compare. The loss is written once, here.
 
-A family writes `predict` and its loading; `run/run.py` hands it an objective made from the user's settings.
+A family writes `predict` and says what its networks are; `run/run.py` hands it an objective made from the user's settings.
 """
 
+import hashlib
+import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -10,14 +12,17 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..bases.component import Component
+from ..bases.component import Component, load_all
 from ..config.names import shown
 from ..config.schema import DataConfig, TrainingConfig
 from ..engine.branch import taken_off
 from ..engine.host import compute_device
 from ..errors import ConfigError, t
-from ..seam.family import Batch, Example, ImageFamily, Sampling
+from ..seam.family import Batch, Example, Framing, ImageFamily, Prepare, Sampling
+from . import vae as _vae
+from .clip_text import encode_captions
 from .objective import NoisePrediction, Objective, alphas_cumprod
+from .prompts import trim
 from .rectified_flow import RectifiedFlow, Shift
 from .sampling import sample_latents
 
@@ -52,9 +57,104 @@ class DiffusionFamily(ImageFamily):
     training_guidance: float = 1.0
     components: Mapping[str, Component]
     """Networks by part: unet, vae, text_encoder, …"""
+    trained: ClassVar[str]
+    """The part that is trained: unet, transformer."""
+    text_parts: tuple[str, ...]
+    """Text encoders, by their diffusers names."""
+    upcast_vae: ClassVar[bool] = True
+    """The VAE's activations overflow fp16, unless its own config says that it was mended."""
+    latents: ClassVar[_vae.Latents | None] = None
+    """Of a VAE that is spoken to in its own way."""
+    scaling_factor: float
+    shift_factor: float = 0.0
+    latent_facts: tuple[float, ...] = ()
+    """What latents depend on besides the VAE."""
+
+    # -- networks
+
+    def architecture(self) -> str:
+        return json.dumps({name: part.config for name, part in self.components.items()}, sort_keys=True, default=str)
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         return max(component.num_bytes(dtype) for component in self.components.values())
+
+    def load_model(
+        self, device: torch.device, dtype: torch.dtype, *, with_text: bool = False, prepare: Prepare | None = None
+    ) -> nn.ModuleDict:
+        names = [self.trained, *(self.text_parts if with_text else ())]
+        return load_all(self.components, names, device, dtype, prepare)
+
+    def load_text_encoders(
+        self, device: torch.device, dtype: torch.dtype, prepare: Prepare | None = None
+    ) -> nn.ModuleDict:
+        return load_all(self.components, self.text_parts, device, dtype, prepare)
+
+    def vae_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return _vae.vae_dtype(dtype, self.components["vae"].config, upcast=self.upcast_vae)
+
+    def load_vae(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        return self.components["vae"].load(device, self.vae_dtype(dtype))
+
+    # -- captions and pictures
+
+    @abstractmethod
+    def tokenizers(self) -> list[Any]:
+        """All that text embeds depend on besides the encoders."""
+
+    def text_fingerprint(self) -> str:
+        parts = [self.components[name].fingerprint() for name in self.text_parts]
+        return hashlib.sha256(json.dumps([*parts, *self.tokenizers()]).encode()).hexdigest()
+
+    @abstractmethod
+    def encode_ids(self, model: nn.ModuleDict, batch: Batch) -> Batch:
+        """What `tokenize` made, stacked -> prompt embeds, and `prompts.MASK` (B, L) where padding is not to be attended to."""
+
+    def encode_text(self, encoders: nn.ModuleDict, captions: Sequence[str]) -> list[Example]:
+        encoded = encode_captions(self.encode_ids, encoders, self.tokenize(captions))
+        return [trim(example) for example in encoded]
+
+    def image_fingerprint(self) -> str:
+        network = self.components["vae"].fingerprint()
+        if not self.latent_facts:
+            return network
+        return hashlib.sha256(json.dumps([network, *self.latent_facts]).encode()).hexdigest()
+
+    def conditions(self, framing: Framing) -> Example:
+        """What the model wants to know of a picture besides its caption."""
+        return {}
+
+    def encode_image(self, vae: nn.Module, pixels: Tensor, framings: Sequence[Framing]) -> list[Example]:
+        if self.latents:
+            encoded = self.latents.encode(vae, pixels)
+        else:
+            encoded = _vae.encode(vae, pixels, self.scaling_factor, self.shift_factor)
+        pairs = zip(encoded, framings, strict=True)
+        return [{"latents": latents.clone(), **self.conditions(framing)} for latents, framing in pairs]
+
+    def decode_image(self, vae: nn.Module, latents: Tensor) -> Tensor:
+        if self.latents:
+            return self.latents.decode(vae, latents)
+        return _vae.decode(vae, latents, self.scaling_factor, self.shift_factor)
+
+    def latents_shape(self, batch_size: int, size: tuple[int, int]) -> tuple[int, int, int, int]:
+        """(B, C, H, W) of pictures of `size` (width, height) pixels."""
+        shape = self.latents.shape if self.latents else _vae.shape
+        return (batch_size, *shape(self.components["vae"].config, size))
+
+    def preview_conditions(self, size: tuple[int, int]) -> Example:
+        return self.conditions(Framing(original=size, crop=(0, 0), target=size))
+
+    def bare_batch(self, batch_size: int, size: tuple[int, int]) -> Batch:
+        """An example batch without captions."""
+        known = self.preview_conditions(size)
+        return {
+            "latents": torch.zeros(self.latents_shape(batch_size, size)),
+            **{name: torch.zeros(batch_size, *value.shape) for name, value in known.items()},
+            "seeds": torch.zeros(batch_size, dtype=torch.int64),
+            "weight": torch.ones(batch_size),
+        }
+
+    # -- training
 
     @property
     def zero_terminal_snr(self) -> bool:

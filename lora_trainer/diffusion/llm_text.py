@@ -35,7 +35,7 @@ from ..config.names import shown
 from ..engine.host import is_fake
 from ..errors import SourceError, t
 from ..files.gguf_names import tensor_name
-from ..files.kinds import Kind, Part
+from ..files.kinds import LANGUAGE_MODEL, VISION_LANGUAGE, Part
 from ..seam.family import Example
 
 STARTS = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
@@ -78,8 +78,8 @@ def language_slot(
         return config, locate(model, tensors, standard)
 
     return Slot(
-        part, Kind.LANGUAGE_MODEL, title, prefixes, lambda config: build(config, model, layers, what, normed), describe,
-        locate(model), also=(Kind.VISION_LANGUAGE,),
+        part, LANGUAGE_MODEL, title, prefixes, lambda config: build(config, model, layers, what, normed), describe,
+        locate(model), also=(VISION_LANGUAGE,),
     )  # fmt: skip
 
 

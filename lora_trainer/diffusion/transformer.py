@@ -1,72 +1,115 @@
-"""What families with a diffusion transformer share: rectified flow, one `transformer`, text encoders and VAE as they lie.
+"""What families with a diffusion transformer share: one `transformer`, text encoders and VAE as they lie, captions as read.
 
-A family adds how captions become prompt embeds (`tokenize`, `encode_ids`) and what the transformer is called with
-(`predict`). Latents are those of its VAE; packing into tokens is the family's.
+A family adds what its parts are (`network`, `slots`, `fits`), what reads captions (`open_reader`) and what the transformer is
+called with (`predict`). Latents are those of its VAE; packing into tokens is the family's.
 """
 
-import hashlib
-import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..bases import architecture as _architecture
-from ..bases import component
 from ..bases.components import Networks
+from ..bases.parts import Slot, Transformer, open_parts
 from ..bases.refusal import refusal
 from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import ConfigError, SourceError, t
-from ..files.kinds import Kind
 from ..files.sources import Source
-from ..seam.family import Batch, BlockGroup, Example, Framing, Prepare
+from ..seam.family import Batch, BlockGroup, Example
 from ..seam.readers import TRANSFORMERS
-from . import clip_text, prompts
-from . import vae as _vae
+from . import prompts
+from .captions import Reader
 from .diffusion import DiffusionFamily
 
 
+@dataclass(frozen=True)
+class Fit:
+    """A part's width (`entry` of its config, `times` over) must be the transformer's `wanted`, less the width of another part."""
+
+    part: str
+    entry: str
+    wanted: str
+    times: int = 1
+    beside: tuple[str, str] | None = None
+    """(part, entry of its config)."""
+
+
+def targets(block: str, attention: str, mlp: str = "", modulation: str = "") -> dict[str, str]:
+    """What `modelo.alvos_lora` may be: regular expressions of a block's path, and of layers inside it."""
+
+    def inside(*layers: str) -> str:
+        return rf"{block}\.(?:{'|'.join(filter(None, layers))})"
+
+    both = inside(attention, mlp)
+    presets = {"auto": inside(attention), "attention": inside(attention), "attention+mlp": both}
+    return {**presets, "all": inside(attention, mlp, modulation)}
+
+
 class TransformerFamily(DiffusionFamily):
-    prediction_type = "flow"
+    trained = "transformer"
+    prediction_type: Literal["epsilon", "v_prediction", "flow"] = "flow"
     formats = TRANSFORMERS
-    kind: ClassVar[Kind]
-    """Of the bases that are the family's."""
+    network: ClassVar[Transformer]
+    slots: ClassVar[tuple[Slot, ...]]
+    """Text encoders and VAE, as they lie in files."""
+    fits: ClassVar[tuple[Fit, ...]]
+    """Widths that tell parts of other models, given one by one."""
     masked: ClassVar[bool] = False
     """Whether prompts of differing length get a mask."""
     text_width: ClassVar[str] = "joint_attention_dim"
     """The transformer's config entry for the width of prompt embeds."""
-    tokenizer: Any
-    """Of the encoder that reads most of a caption."""
-    tokens: int
-    """Of the longest prompt."""
-    text_parts: tuple[str, ...]
-    """Text encoders, by their diffusers names."""
+    pooled_width: ClassVar[str] = ""
+    """That for the width of a pooled text; "" has none."""
     block_lists: ClassVar[Mapping[str, str]]
     """Name of a group -> the transformer's attribute that holds its blocks."""
     before_blocks: ClassVar[tuple[str, ...]] = ()
     """Large layers, or lists of them, that run once before all blocks: streamed as those are, never quantised."""
     after_blocks: ClassVar[tuple[str, ...]] = ()
+    model_spec: str
+    """Of metadata: modelspec.architecture without "/lora"."""
+    base_version: str
+    """Of metadata: kohya's ss_base_model_version."""
+    tells_guidance: ClassVar[bool] = False
+    """In metadata: what training told a model whose guidance is an input."""
+    reader: Reader
+    tokens: int
+    """Of the longest prompt."""
 
-    def __init__(self, source: Source, settings: ModelConfig, networks: Networks) -> None:
+    def __init__(self, source: Source, settings: ModelConfig, networks: Networks, tokens: int | None) -> None:
         self.source, self.settings, self.components = source, settings, networks.components
+        self.text_parts = tuple(name for name in networks.components if name.startswith("text_encoder"))
         self.schedule_config, self.notices = networks.scheduler, list(networks.notices)
+        self.config = self.components["transformer"].config
         vae = self.components["vae"].config
         self.scaling_factor, self.shift_factor = float(vae.get("scaling_factor") or 1.0), float(vae.get("shift_factor") or 0.0)
+        self.latent_facts = (self.scaling_factor, self.shift_factor)
         self._check_settings()
         self._check_widths()
+        self.reader = self.open_reader(networks, tokens)
+        self.tokenizer, self.tokens, self.token_limit = self.reader.tokenizer, self.reader.tokens, self.reader.limit
 
     @classmethod
-    def recognise(cls, source: Source) -> float:
-        return 1.0 if source.looks_like() is cls.kind else 0.0
-
-    @classmethod
-    def refuse_others(cls, source: Source) -> None:
-        if source.looks_like() is not cls.kind:
+    def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "TransformerFamily":
+        if not cls.takes(source):
             raise refusal(source)
+        release, slots = cls.parts(source, settings)
+        networks = open_parts(source, settings, release, cls.network, slots)
+        return cls(source, settings, networks, max_caption_tokens)
+
+    @classmethod
+    def parts(cls, source: Source, settings: ModelConfig) -> tuple[str, Sequence[Slot]]:
+        """The folder of arch/ that stands for the base, and its networks besides the transformer."""
+        return cls.name, cls.slots
+
+    @abstractmethod
+    def open_reader(self, networks: Networks, tokens: int | None) -> Reader:
+        """What reads captions; `tokens`: None is what is usual for the base."""
 
     @classmethod
     def shipped_architecture(cls) -> Path:
@@ -88,67 +131,41 @@ class TransformerFamily(DiffusionFamily):
 
     def _check_widths(self) -> None:
         """Parts given one by one may belong to different models."""
-        for part, has, wants in self.widths():
+        for fit in self.fits:
+            if fit.part not in self.components:
+                continue
+            has, wants = self.width_of(fit.part, fit.entry) * fit.times, int(self.config[fit.wanted])
+            wants -= self.width_of(*fit.beside) if fit.beside else 0
             if has != wants:
-                component = self.components[part]
                 raise SourceError(
                     t(
-                        pt=f"{part}: largura {has}, mas o transformador espera {wants}",
-                        en=f"{part}: width {has}, but the transformer wants {wants}",
+                        pt=f"{fit.part}: largura {has}, mas o transformador espera {wants}",
+                        en=f"{fit.part}: width {has}, but the transformer wants {wants}",
                     ),
                     t(
                         pt=f"o arquivo é de outro modelo; dê o de {self.title}",
                         en=f"the file is of another model; give that of {self.title}",
                     ),
-                    component.what,
+                    self.components[fit.part].what,
                 )  # fmt: skip
 
-    @abstractmethod
-    def widths(self) -> list[tuple[str, int, int]]:
-        """(part, its width, the width that the transformer wants) of every part that could be another model's."""
+    def width_of(self, part: str, entry: str) -> int:
+        config = self.components[part].config
+        return int((config.get("text_config") or config)[entry])
 
-    @abstractmethod
+    # -- captions
+
     def tokenizers(self) -> list[Any]:
-        """All that text embeds depend on besides the encoders."""
+        return self.reader.facts()
 
     def count_tokens(self, caption: str) -> int:
-        return len(self.tokenizer(caption, add_special_tokens=False, verbose=False).input_ids)
+        return self.reader.count(caption)
 
-    @abstractmethod
+    def tokenize(self, captions: Sequence[str]) -> list[Example]:
+        return [self.reader.tokenize(caption) for caption in captions]
+
     def encode_ids(self, model: nn.ModuleDict, batch: Batch) -> Batch:
-        """What `tokenize` made, stacked -> prompt embeds, and `_prompts.MASK` (B, L) where padding is not to be attended to."""
-
-    def architecture(self) -> str:
-        return json.dumps({name: part.config for name, part in self.components.items()}, sort_keys=True, default=str)
-
-    # -- caching phase
-
-    def text_fingerprint(self) -> str:
-        parts = [self.components[name].fingerprint() for name in self.text_parts]
-        return hashlib.sha256(json.dumps([*parts, *self.tokenizers()]).encode()).hexdigest()
-
-    def image_fingerprint(self) -> str:
-        parts = [self.components["vae"].fingerprint(), self.scaling_factor, self.shift_factor]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-    def load_text_encoders(
-        self, device: torch.device, dtype: torch.dtype, prepare: Prepare | None = None
-    ) -> nn.ModuleDict:
-        return component.load_all(self.components, self.text_parts, device, dtype, prepare)
-
-    def vae_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return _vae.vae_dtype(dtype, self.components["vae"].config, upcast=True)
-
-    def load_vae(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        return self.components["vae"].load(device, self.vae_dtype(dtype))
-
-    def encode_text(self, encoders: nn.ModuleDict, captions: Sequence[str]) -> list[Example]:
-        encoded = clip_text.encode_captions(self.encode_ids, encoders, self.tokenize(captions))
-        return [prompts.trim(example) for example in encoded]
-
-    def encode_image(self, vae: nn.Module, pixels: Tensor, framings: Sequence[Framing]) -> list[Example]:
-        encoded = _vae.encode(vae, pixels, self.scaling_factor, self.shift_factor)
-        return [{"latents": latents.clone()} for latents in encoded]
+        return self.reader.encode(model, batch)
 
     def collate(self, examples: Sequence[Example]) -> Batch:
         """Of prompts that differ in length."""
@@ -164,12 +181,6 @@ class TransformerFamily(DiffusionFamily):
         rows = [{name: value[row] for name, value in encoded.items()} for row in range(len(batch["latents"]))]
         return {**batch, **prompts.collate([prompts.trim(row) for row in rows])}
 
-    def load_model(
-        self, device: torch.device, dtype: torch.dtype, *, with_text: bool = False, prepare: Prepare | None = None
-    ) -> nn.ModuleDict:
-        names = ["transformer", *(self.text_parts if with_text else ())]
-        return component.load_all(self.components, names, device, dtype, prepare)
-
     def blocks(self, model: nn.ModuleDict) -> list[BlockGroup]:
         transformer: Any = model["transformer"]
         groups = [BlockGroup(name, list(getattr(transformer, path))) for name, path in self.block_lists.items()]
@@ -178,38 +189,32 @@ class TransformerFamily(DiffusionFamily):
 
     def example_batch(self, batch_size: int, size: tuple[int, int]) -> Batch:
         """Of the longest captions; a masked one beside another has its mask."""
-        length, width = self.longest(), int(self.components["transformer"].config[self.text_width])
-        mask = {prompts.MASK: torch.ones(batch_size, length, dtype=torch.bool)} if self.masked and batch_size > 1 else {}
-        return {
-            "latents": torch.zeros(self.latents_shape(batch_size, size)),
-            "seeds": torch.zeros(batch_size, dtype=torch.int64),
-            "weight": torch.ones(batch_size),
-            "prompt_embeds": torch.zeros(batch_size, length, width),
-            **mask,
-        }
+        length, width = self.longest(), int(self.config[self.text_width])
+        batch = {**self.bare_batch(batch_size, size), "prompt_embeds": torch.zeros(batch_size, length, width)}
+        if self.masked and batch_size > 1:
+            batch[prompts.MASK] = torch.ones(batch_size, length, dtype=torch.bool)
+        if self.pooled_width:
+            batch["pooled_embeds"] = torch.zeros(batch_size, int(self.config[self.pooled_width]))
+        return batch
 
     def longest(self) -> int:
         """Tokens of the longest prompt, as the transformer is given it."""
         return self.tokens
 
-    def latents_shape(self, batch_size: int, size: tuple[int, int]) -> tuple[int, int, int, int]:
-        """(B, C, H, W) of pictures of `size` (width, height) pixels."""
-        vae = self.components["vae"].config
-        width, height = (side // _vae.factor(vae) for side in size)
-        return batch_size, int(vae["latent_channels"]), height, width
-
-    # -- previews
-
-    def preview_conditions(self, size: tuple[int, int]) -> Example:
-        return {}
-
-    def decode_image(self, vae: nn.Module, latents: Tensor) -> Tensor:
-        return _vae.decode(vae, latents, self.scaling_factor, self.shift_factor)
-
     # -- output
 
     def export_prefixes(self) -> dict[str, str]:
         return {"transformer": "lora_unet"}
+
+    def metadata(self) -> dict[str, str]:
+        guidance = {"ss_guidance_scale": str(self.training_guidance)} if self.tells_guidance else {}
+        return {
+            "modelspec.architecture": f"{self.model_spec}/lora",
+            "modelspec.prediction_type": self.prediction_type,
+            "ss_base_model_version": self.base_version,
+            **guidance,
+            "ss_sd_model_name": self.source.title(),
+        }
 
 
 def _layers(transformer: nn.Module, paths: Sequence[str]) -> list[nn.Module]:

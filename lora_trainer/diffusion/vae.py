@@ -5,7 +5,8 @@ picture must always give the same latents. What is lost is small: Stable Diffusi
 VAE was trained with so little KL weight that its posterior is far narrower than the noise of almost any timestep.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,21 @@ def vae_dtype(wanted: torch.dtype, config: Mapping[str, Any], upcast: bool) -> t
 def factor(config: Mapping[str, Any]) -> int:
     """Pixels a latent stands for, along each side."""
     return int(2 ** (len(config["block_out_channels"]) - 1))
+
+
+def shape(config: Mapping[str, Any], size: tuple[int, int]) -> tuple[int, int, int]:
+    """(C, H, W) of the latents of a picture of `size` (width, height) pixels."""
+    width, height = (side // factor(config) for side in size)
+    return int(config.get("latent_channels", 4)), height, width
+
+
+@dataclass(frozen=True)
+class Latents:
+    """How a VAE of another kind is spoken to; the verbs are those of this module, without scaling and shift."""
+
+    encode: Callable[[nn.Module, Tensor], Tensor]
+    decode: Callable[[nn.Module, Tensor], Tensor]
+    shape: Callable[[Mapping[str, Any], tuple[int, int]], tuple[int, int, int]]
 
 
 @torch.no_grad()

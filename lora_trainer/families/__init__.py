@@ -1,19 +1,21 @@
-"""Model families, found by file name. `resolve` picks the one that a base belongs to."""
+"""Model families, found by the names of their folders. `resolve` picks the one that a base belongs to. Without torch."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from .. import plugins
 from ..bases.refusal import refusal
 from ..config.names import shown
 from ..config.schema import DataConfig, ModelConfig
 from ..errors import ConfigError, SourceError, t
-from ..files.sources import Source, open_source
-from ..seam.family import Family
+from ..files.kinds import FAMILIES, family_of
+from ..files.sources import open_source
 
-PACKAGE = "lora_trainer.families"
+if TYPE_CHECKING:
+    from ..seam.family import Family
 
 
-def resolve(model: ModelConfig, data: DataConfig, *, planning: bool = False) -> Family:
+def resolve(model: ModelConfig, data: DataConfig, *, planning: bool = False) -> "Family":
     """Open the base and check it against `modelo.familia`; a mismatch is an error, never a silent choice.
 
     `planning`: a folder of config files will do, and without any base the architecture that we ship for the family.
@@ -27,7 +29,7 @@ def resolve(model: ModelConfig, data: DataConfig, *, planning: bool = False) -> 
                 en="give a .safetensors file, a diffusers folder or a Hugging Face id",
             ),
         )
-    names = plugins.available(PACKAGE)
+    names = plugins.available(FAMILIES)
     if model.family != "auto" and model.family not in names:
         raise ConfigError(
             t(pt=f"não conheço a família {model.family!r}", en=f"unknown family {model.family!r}"),
@@ -36,10 +38,11 @@ def resolve(model: ModelConfig, data: DataConfig, *, planning: bool = False) -> 
         )
     base = model.base_or_architecture or str(family_class(model.family).shipped_architecture())
     source = replace(open_source(base, shown("model", "base_model")), planning=planning)
-    chosen = _recognised(source, names)
-    if chosen is None:
+    found = family_of(source.looks_like())
+    if found is None or not family_class(found).takes(source):
         raise refusal(source)
-    if model.family not in ("auto", chosen.name):
+    chosen = family_class(found)
+    if model.family not in ("auto", found):
         wanted = family_class(model.family).title
         raise SourceError(
             t(
@@ -47,21 +50,14 @@ def resolve(model: ModelConfig, data: DataConfig, *, planning: bool = False) -> 
                 en=f"family: {model.family} ({wanted}), but {source.title()} is {source.looks_like().title()}",
             ),
             t(
-                pt=f"escreva familia: {chosen.name} (ou auto), ou use um modelo base {wanted}",
-                en=f"set family: {chosen.name} (or auto), or use a {wanted} base",
+                pt=f"escreva familia: {found} (ou auto), ou use um modelo base {wanted}",
+                en=f"set family: {found} (or auto), or use a {wanted} base",
             ),
             shown("model", "family"),
         )
     return chosen.open(source, model, chosen.chosen_tokens(data.max_caption_tokens))
 
 
-def family_class(name: str) -> type[Family]:
-    family: type[Family] = plugins.load(f"{PACKAGE}.{name}", "family").FAMILY
+def family_class(name: str) -> "type[Family]":
+    family: type[Family] = plugins.load(f"{FAMILIES}.{name}", "family").FAMILY
     return family
-
-
-def _recognised(source: Source, names: list[str]) -> type[Family] | None:
-    """The family that is surest of the source."""
-    scored = [(family.recognise(source), family) for family in map(family_class, names)]
-    best, family = max(scored, key=lambda pair: pair[0], default=(0.0, None))
-    return family if best > 0 else None

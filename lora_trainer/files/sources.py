@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from ..errors import SourceError, t
+from .classify import classify, classify_folder
 from .gguf_reader import GgufFile, is_gguf, open_gguf
 from .headers import PICKLE_SUFFIXES, Header, TensorInfo, read_header, refuse_pickle
-from .kinds import Kind, classify, classify_folder
+from .kinds import LANGUAGE_MODEL, T5, UNKNOWN, Kind
 
-__all__ = ["Kind", "Source", "TensorInfo", "open_source"]
+__all__ = ["Source", "TensorInfo", "open_source"]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 COMPONENTS = ("unet", "transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
@@ -38,9 +39,6 @@ IMAGE_GGUF = ("flux", "sd1", "sdxl", "sd3", "aura", "ltxv", "hyvid", "wan", "qwe
 
 
 T5_GGUF = ("t5", "t5encoder")
-TRANSFORMERS = (Kind.FLUX, Kind.FLUX2, Kind.CHROMA, Kind.CHROMA_RADIANCE, Kind.SD3, Kind.Z_IMAGE, Kind.LUMINA2, Kind.DIT,
-                Kind.QWEN_IMAGE, Kind.QWEN_IMAGE_21)
-"""What is told by its tensors in GGUF too; UNets are not read from there."""
 
 
 @dataclass(frozen=True)
@@ -126,11 +124,11 @@ class Source:
         if self.kind == "folder":
             return classify_folder(self.config)
         kind = classify(self.tensors)
-        if self.gguf is None or kind in TRANSFORMERS:
+        if self.gguf is None or kind.in_gguf:
             return kind
         if self.gguf.architecture in T5_GGUF:
-            return Kind.T5
-        return Kind.UNKNOWN if self.gguf.architecture in IMAGE_GGUF else Kind.LANGUAGE_MODEL
+            return T5
+        return UNKNOWN if self.gguf.architecture in IMAGE_GGUF else LANGUAGE_MODEL
 
     def title(self) -> str:
         """The name people know it by."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..config.names import shown
 from ..config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from ..errors import ConfigError, t
+from ..files.kinds import Signature
 from ..files.sources import Source
 from .readers import Readers
 from .slots import Slots
@@ -72,6 +73,8 @@ class Family(ABC):
     name: ClassVar[str]
     learns_from: ClassVar[Literal["images", "texts"]]
     """The run's modality: data, previews and files (run/modalities.py)."""
+    signature: ClassVar[Signature]
+    """What tells its bases from others."""
     title: ClassVar[str]
     """For people: "Stable Diffusion 1.x/2.x"."""
     formats: Readers
@@ -82,8 +85,6 @@ class Family(ABC):
     """Kinds of adapter that its loader takes in the diffusers layout (diffusers 0.42)."""
     sizes: ClassVar[dict[float, str]] = {}
     """Bases of up to so many billion parameters -> the shape that stands for them in the presets (modelo.arquitetura)."""
-    caption_tokens: ClassVar[tuple[int, ...]] = (75, 150, 225)
-    """What `dados.maximo_tokens` may be, besides auto."""
     text_targets: ClassVar[str] = ""
     """Regular expression of the text encoders' adapted layers, over paths such as `text_encoder.…`; "" has none."""
     kohya_slots: Slots | None = None
@@ -91,9 +92,9 @@ class Family(ABC):
     lora_targets: ClassVar[dict[str, str]]
     """Preset (attention, attention+mlp, all) -> regular expression over module paths such as `unet.mid_block.…`."""
     @classmethod
-    @abstractmethod
-    def recognise(cls, source: Source) -> float:
-        """Confidence in [0, 1] that the source is of this family, from header or config.json alone."""
+    def takes(cls, source: Source) -> bool:
+        """Whether the source is one of the family's bases, told by header or config.json alone."""
+        return source.looks_like() in cls.signature.bases
 
     @classmethod
     @abstractmethod
@@ -116,14 +117,12 @@ class Family(ABC):
     @classmethod
     def chosen_tokens(cls, asked: int | str) -> int | None:
         """`dados.maximo_tokens` as `open` takes it; raises ConfigError for numbers of other families."""
-        if asked != "auto" and asked not in cls.caption_tokens:
-            name = shown("data", "max_caption_tokens")
+        lengths = cls.signature.caption_tokens
+        if asked != "auto" and asked not in lengths:
+            name, listed = shown("data", "max_caption_tokens"), ", ".join(map(str, lengths))
             raise ConfigError(
                 t(pt=f"{name}: {asked} não serve para {cls.title}", en=f"{name}: {asked} does not suit {cls.title}"),
-                t(
-                    pt=f"use auto ou {', '.join(map(str, cls.caption_tokens))}",
-                    en=f"use auto or {', '.join(map(str, cls.caption_tokens))}",
-                ),
+                t(pt=f"use auto ou {listed}", en=f"use auto or {listed}"),
                 name,
             )
         return None if asked == "auto" else int(asked)

@@ -30,7 +30,7 @@ IDS = torch.randint(96, (1, 16), generator=torch.Generator().manual_seed(0))
 
 def open_gguf_family(path: Path) -> CausalLM:
     source = Source(path, "file", "modelo_base")
-    assert CausalLM.recognise(source) == 1
+    assert CausalLM.takes(source)
     return CausalLM.open(source, ModelConfig(base_model=str(path)))
 
 

@@ -50,17 +50,17 @@ def test_captions(pair):
 
 def test_the_template(pair):
     pipeline, family = pair
-    assert family.dropped == pipeline._drop_idx
+    assert family.reader.dropped == pipeline._drop_idx
     assert pipeline.prompt_template_t2i.startswith(SYSTEM)
     ids = family.tokenizer(pipeline.prompt_template_t2i.format(CAPTION)).input_ids
     rest = family.tokens - family.token_limit
-    assert len(ids) == family.dropped + family.count_tokens(CAPTION) + rest
+    assert len(ids) == family.reader.dropped + family.count_tokens(CAPTION) + rest
 
 
 def test_a_caption_too_long_keeps_the_end_of_the_template(pair):
     _, family = pair
     [example] = family.tokenize(["a cat " * 900])
-    assert len(example["input_ids"]) == family.dropped + family.tokens
+    assert len(example["input_ids"]) == family.reader.dropped + family.tokens
     assert bool(example["attention_mask"].all())
     assert family.tokenizer.decode(example["input_ids"][-5:]) == "<|im_end|>\n<|im_start|>assistant\n"
     assert family.tokenizer.decode(example["input_ids"][-7:-5]) == " a cat"

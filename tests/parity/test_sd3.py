@@ -39,7 +39,7 @@ def test_captions(pair, caption):
     embeds, _, pooled, _ = pipeline.encode_prompt(caption, None, None, do_classifier_free_guidance=False)
     assert embeds.shape == (1, 77 + 256, 96)
     kept = example["prompt_embeds"]
-    assert kept.shape == ((333, 96) if family.t5 is not None else (77, 96)), "zeros are not cached"
+    assert kept.shape == ((333, 96) if family.reader.t5 is not None else (77, 96)), "zeros are not cached"
     assert close(kept, embeds[0, : len(kept)])
     assert not embeds[0, len(kept) :].any()
     assert close(example["pooled_embeds"], pooled[0])
@@ -48,7 +48,7 @@ def test_captions(pair, caption):
 def test_the_second_clip_is_padded_with_its_own_token(pair):
     _, family = pair
     [ids] = family.tokenize([CAPTION])
-    assert ids["input_ids"][0, -1] == family.clips[0].tokenizer.eos_token_id
+    assert ids["input_ids"][0, -1] == family.reader.clips[0].tokenizer.eos_token_id
     assert ids["input_ids_2"][0, -1] == 0
 
 

@@ -46,4 +46,4 @@ def test_weights_kept_as_stored(name, kind):
 
 
 def shortest(name: str) -> dict[str, object]:
-    return {"max_caption_tokens": min(family_class(name).caption_tokens)}
+    return {"max_caption_tokens": min(family_class(name).signature.caption_tokens)}

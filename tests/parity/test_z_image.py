@@ -97,7 +97,7 @@ def test_the_answer_to_captions_of_unlike_lengths(pair):
 def test_rotations_are_theirs_to_the_bit():
     from diffusers.models.transformers.transformer_z_image import RopeEmbedder
 
-    from lora_trainer.families.z_image.family import Rotations
+    from lora_trainer.families.z_image.network import Rotations
 
     ids = torch.randint(0, 512, (300, 3), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     theirs = RopeEmbedder(256.0, [32, 48, 48], [1536, 512, 512])(ids)
@@ -152,7 +152,7 @@ def test_fp16_stays_in_range_and_is_exact(pair):
 @torch.no_grad()
 def test_the_scaled_network_is_the_network(pair):
     """In float32, scaled and not: the same numbers."""
-    from lora_trainer.families.z_image.ranges import keep_in_range
+    from lora_trainer.families.z_image.network import keep_in_range
 
     _, family = pair
     model, batch = family.load_model(CPU, torch.float32), family.example_batch(1, (64, 64))

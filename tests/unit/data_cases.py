@@ -67,10 +67,6 @@ class TinyFamily(Family):
         self.loaded: list[str] = []
 
     @classmethod
-    def recognise(cls, source: Any) -> float:
-        return 0.0
-
-    @classmethod
     def open(cls, source: Any, settings: Any, max_caption_tokens: int = 75) -> "TinyFamily":
         return cls()
 

@@ -157,7 +157,7 @@ def test_the_type_alone_tells_a_language_model(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "architectures"}))
-    assert CausalLM.recognise(open_source(str(tmp_path))) == 1.0
+    assert CausalLM.takes(open_source(str(tmp_path)))
 
 
 def test_a_text_encoder_cannot_be_trained_beside_it(tmp_path: Path) -> None:

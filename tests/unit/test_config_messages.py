@@ -43,7 +43,7 @@ def test_every_code_has_a_sentence() -> None:
         "int_parsing", "float_parsing", "boolean", "number", "decimal_comma", "resolution", "resolution_small",
         "resolution_large",
         "control_character", "surrogate", "too_short", "too_long", "list_type", "dict_type", "string_type", "string_too_short",
-        "string_pattern_mismatch", "finite_number", "share",
+        "string_pattern_mismatch", "finite_number", "share", "tokens",
     } <= seen  # fmt: skip
 
 

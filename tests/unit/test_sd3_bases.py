@@ -20,7 +20,7 @@ from lora_trainer.export.write import save_adapter
 from lora_trainer.families import resolve
 from lora_trainer.families.sd3 import names as sd3_names
 from lora_trainer.families.sd3.family import SD3
-from lora_trainer.families.sd3.parts import build
+from lora_trainer.families.sd3.network import build
 from lora_trainer.files.headers import TensorInfo
 from lora_trainer.layouts import fused
 from lora_trainer.layouts.lora import LoraModule

@@ -91,7 +91,7 @@ def test_options_of_other_families_are_refused(name):
             opened(bases.plain(name), **option)
     with pytest.raises(ConfigError, match="maximo_tokens"):
         resolve(ModelConfig(**bases.plain(name)), DataConfig(max_caption_tokens=75))
-    for tokens in family_class(name).caption_tokens:  # all that the message offers can be written
+    for tokens in family_class(name).signature.caption_tokens:  # all that the message offers can be written
         assert DataConfig(max_caption_tokens=tokens).max_caption_tokens == tokens
 
 

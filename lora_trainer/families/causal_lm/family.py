@@ -25,13 +25,13 @@ from ...files.arch import releases
 from ...files.gguf_names import ARCHITECTURES
 from ...files.gguf_reader import open_gguf
 from ...files.gguf_tokenizer import tokenizer as tokenizer_of
-from ...files.kinds import Kind
 from ...files.sources import Source
 from ...seam.family import Batch, BlockGroup, Family, Prepare
 from ...seam.readers import LANGUAGE_MODELS
 from . import loss as _lm_loss
 from .attention import IMPLEMENTATION, Texts, texts_of
 from .base import Base, is_gguf_source, load_tokenizer, open_base
+from .signature import SIGNATURE
 
 PART = "language_model"
 PROBE_TOKENS = 16
@@ -49,6 +49,7 @@ class CausalLM(Family):
     formats = LANGUAGE_MODELS
     name = "causal_lm"
     title = "causal LM"
+    signature = SIGNATURE
     lora_targets: ClassVar[dict[str, str]] = {
         "attention": rf"{_LAYER}{_ATTENTION}\..+",
         "attention+mlp": rf"{_NOT_EXPERTS}{_LAYER}(?:{_ATTENTION}|mlp|feed_forward|shared_experts?)\..+",
@@ -64,10 +65,10 @@ class CausalLM(Family):
         """What the user should know, each a line in their language."""
 
     @classmethod
-    def recognise(cls, source: Source) -> float:
+    def takes(cls, source: Source) -> bool:
         if is_gguf_source(source):
-            return 1.0 if open_gguf(source.path, source.what).architecture in ARCHITECTURES else 0.0
-        return 1.0 if source.looks_like() is Kind.LANGUAGE_MODEL else 0.0
+            return open_gguf(source.path, source.what).architecture in ARCHITECTURES
+        return super().takes(source)
 
     @classmethod
     def shipped_architecture(cls) -> Path:
@@ -75,7 +76,7 @@ class CausalLM(Family):
 
     @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "CausalLM":
-        if not is_gguf_source(source) and source.looks_like() is not Kind.LANGUAGE_MODEL:
+        if not is_gguf_source(source) and not cls.takes(source):
             raise refusal(source)
         if settings.train_text_encoder:
             raise _no_text_encoder()

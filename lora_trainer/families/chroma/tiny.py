@@ -14,6 +14,6 @@ TINY = Tiny(
     parts={"transformer": TRANSFORMER, "text_encoder": Encoder("t5", "t5xxl", TINY_T5), "vae": TINY_VAE},
     narrow={"num_layers": 3, "num_single_layers": 4, "num_attention_heads": 2, "approximator_hidden_dim": 320},
     gguf="chroma",
-    original=names.CHROMA,
+    places=names.CHROMA.places_of,
     wide_in_scaled=("distilled_guidance_layer.",),
 )

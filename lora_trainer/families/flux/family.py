@@ -6,115 +6,74 @@ is distilled: guidance is an input, and training tells it `treino.orientacao` (1
 does it.
 """
 
-from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 import torch
 from diffusers import FluxTransformer2DModel
 from torch import Tensor, nn
 
-from ...bases import architecture
-from ...bases import tokenizers as _tokenizers
+from ...bases import tokenizers
 from ...bases.components import Networks
-from ...bases.parts import CLIP_L, T5_XXL, VAE, Transformer, open_parts
+from ...bases.parts import CLIP_L, T5_XXL, VAE, Transformer
 from ...config.schema import ModelConfig
 from ...diffusion import clip_text
+from ...diffusion.captions import ClipAndT5
 from ...diffusion.packing import PATCH, pack, positions, unpack
-from ...diffusion.transformer import TransformerFamily
-from ...errors import SourceError, t
-from ...files.kinds import Kind
+from ...diffusion.transformer import Fit, TransformerFamily, targets
 from ...files.sources import Source
-from ...seam.family import Batch, Example
+from ...seam.family import Batch
 from ...seam.readers import KOHYA_WITHOUT_DIFFUSERS, TRANSFORMERS
 from ...seam.slots import Slot
 from . import names
+from .signature import SIGNATURE
+from .variant import refuse_controls, schnell_notice
 
 DEV_TOKENS, SCHNELL_TOKENS = 512, 256
 SCHNELL_STEPS = 4
-
-_BLOCK = r"transformer\.(?:single_)?transformer_blocks\.\d+"
-_ATTENTION = r"attn\.(?:to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
-_MLP = r"ff(?:_context)?\.net\.(?:0\.proj|2)|proj_mlp|proj_out"
-_MODULATION = r"norm1?(?:_context)?\.linear"
+BLOCK = r"transformer\.(?:single_)?transformer_blocks\.\d+"
+ATTENTION = r"attn\.(?:to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
+MLP = r"ff(?:_context)?\.net\.(?:0\.proj|2)|proj_mlp|proj_out"
 
 
 class Flux(TransformerFamily):
     name = "flux"
     title = "FLUX.1"
-    kind = Kind.FLUX
+    signature = SIGNATURE
+    pipeline = "FluxPipeline"
+    base_version = "flux1"
     side_multiple = 16
     usual_guidance = 3.5
-    caption_tokens = (128, 256, 512)
-    pipeline = "FluxPipeline"
     distilled = True
+    tells_guidance = True
     patch = PATCH
-    text_parts = ("text_encoder", "text_encoder_2")
+    pooled_width = "pooled_projection_dim"
+    network = Transformer(FluxTransformer2DModel.from_config, names.derive)
+    slots = (CLIP_L, T5_XXL, VAE)
+    fits = (
+        Fit("text_encoder", "hidden_size", "pooled_projection_dim"),
+        Fit("text_encoder_2", "d_model", "joint_attention_dim"),
+        Fit("vae", "latent_channels", "in_channels", PATCH**2),
+    )
     block_lists: ClassVar = {"double": "transformer_blocks", "single": "single_transformer_blocks"}
-    lora_targets: ClassVar[dict[str, str]] = {
-        "auto": rf"{_BLOCK}\.(?:{_ATTENTION})",
-        "attention": rf"{_BLOCK}\.(?:{_ATTENTION})",
-        "attention+mlp": rf"{_BLOCK}\.(?:{_ATTENTION}|{_MLP})",
-        "all": rf"{_BLOCK}\.(?:{_ATTENTION}|{_MLP}|{_MODULATION})",
-    }
+    lora_targets: ClassVar = targets(BLOCK, ATTENTION, MLP, r"norm1?(?:_context)?\.linear")
 
-    def __init__(
-        self, source: Source, settings: ModelConfig, networks: Networks, clip: clip_text.Chunks, t5: Any, tokens: int | None
-    ) -> None:
-        super().__init__(source, settings, networks)
-        self.clip, self.tokenizer = clip, t5
-        self.guided = bool(self.components["transformer"].config.get("guidance_embeds"))
-        config = self.components["transformer"].config
-        self.width = int(config["attention_head_dim"]) * int(config["num_attention_heads"])
-        self.places = names.FLUX.places_of(config)
+    def __init__(self, source: Source, settings: ModelConfig, networks: Networks, tokens: int | None) -> None:
+        refuse_controls(networks, source)
+        self.guided = bool(networks.components["transformer"].config.get("guidance_embeds"))
+        super().__init__(source, settings, networks, tokens)
+        self.model_spec = f"flux-1-{'dev' if self.guided else 'schnell'}"
+        self.width = int(self.config["attention_head_dim"]) * int(self.config["num_attention_heads"])
+        self.places = names.FLUX.places_of(self.config)
         self.kohya_slots = self._kohya_slot
         self.formats = TRANSFORMERS if self.width == names.RELEASED_WIDTH else KOHYA_WITHOUT_DIFFUSERS
-        self.tokens = tokens or (DEV_TOKENS if self.guided else SCHNELL_TOKENS)
-        self.token_limit = self.tokens - 1  # the end mark
         if not self.guided:
             self.usual_steps = SCHNELL_STEPS
-            self.notices.append(_schnell_notice())
+            self.notices.append(schnell_notice())
 
-    @classmethod
-    def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "Flux":
-        cls.refuse_others(source)
-        transformer = Transformer(FluxTransformer2DModel.from_config, names.derive)
-        networks = open_parts(source, settings, "flux", transformer, (CLIP_L, T5_XXL, VAE))
-        _refuse_controls(networks, source)
-        standard = architecture.shipped("flux", "tokenizer")
-        tokenizer = _tokenizers.find_tokenizer(source, settings.tokenizer, "tokenizer", standard)
-        vocabulary = int(networks.components["text_encoder"].config["vocab_size"])
-        clip = clip_text.make_chunks(tokenizer, None, vocabulary, source.what)
-        t5 = _tokenizers.find_t5_tokenizer(source, settings.tokenizer, "tokenizer_2")
-        return cls(source, settings, networks, clip, t5, max_caption_tokens)
-
-    def widths(self) -> list[tuple[str, int, int]]:
-        config = {name: component.config for name, component in self.components.items()}
-        transformer = config["transformer"]
-        return [
-            ("text_encoder", int(config["text_encoder"]["hidden_size"]), int(transformer["pooled_projection_dim"])),
-            ("text_encoder_2", int(config["text_encoder_2"]["d_model"]), int(transformer["joint_attention_dim"])),
-            ("vae", int(config["vae"]["latent_channels"]) * PATCH**2, int(transformer["in_channels"])),
-        ]
-
-    # -- captions
-
-    def tokenizers(self) -> list[Any]:
-        return [_tokenizers.fingerprint(self.clip.tokenizer), _tokenizers.fingerprint(self.tokenizer), self.tokens]
-
-    def tokenize(self, captions: Sequence[str]) -> list[Example]:
-        return [{"input_ids": self.clip.ids(caption), "input_ids_2": self._t5_ids(caption)} for caption in captions]
-
-    def _t5_ids(self, caption: str) -> Tensor:
-        """(L,) with the end mark, padded with 0."""
-        ids = self.tokenizer(caption, padding="max_length", max_length=self.tokens, truncation=True).input_ids
-        return torch.tensor([*ids, *[0] * (self.tokens - len(ids))], dtype=torch.int64)
-
-    def encode_ids(self, model: nn.ModuleDict, batch: Batch) -> Batch:
-        clip, t5 = cast(Any, model["text_encoder"]), cast(Any, model["text_encoder_2"])
-        pooled = clip(input_ids=batch["input_ids"][:, 0]).pooler_output
-        return {"pooled_embeds": pooled, "prompt_embeds": t5(input_ids=batch["input_ids_2"]).last_hidden_state}
-
-    # -- training
+    def open_reader(self, networks: Networks, tokens: int | None) -> ClipAndT5:
+        clip = clip_text.open_chunks(self.source, self.settings, networks, "flux", "text_encoder", None)
+        t5 = tokenizers.find_t5_tokenizer(self.source, self.settings.tokenizer, "tokenizer_2")
+        return ClipAndT5(t5, tokens or (DEV_TOKENS if self.guided else SCHNELL_TOKENS), clip)
 
     def predict(self, model: nn.ModuleDict, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         batch = self.with_prompts(model, batch)
@@ -132,49 +91,9 @@ class Flux(TransformerFamily):
         ).sample
         return unpack(predicted, height, width)
 
-    def example_batch(self, batch_size: int, size: tuple[int, int]) -> Batch:
-        width = int(self.components["transformer"].config["pooled_projection_dim"])
-        return {**super().example_batch(batch_size, size), "pooled_embeds": torch.zeros(batch_size, width)}
-
-    # -- output
-
     def _kohya_slot(self, path: str) -> Slot | None:
         slot = self.places.slot(path.removeprefix("transformer."), self.width)
         return slot if slot is not None and not slot.swapped else None  # diffusers' reader exchanges no halves
-
-    def metadata(self) -> dict[str, str]:
-        variant = "dev" if self.guided else "schnell"
-        return {
-            "modelspec.architecture": f"flux-1-{variant}/lora",
-            "modelspec.prediction_type": "flow",
-            "ss_base_model_version": "flux1",
-            "ss_guidance_scale": str(self.training_guidance),
-            "ss_sd_model_name": self.source.title(),
-        }
-
-
-def _refuse_controls(networks: Networks, source: Source) -> None:
-    config = networks.components["transformer"].config
-    has, takes = int(config["in_channels"]), int(networks.components["vae"].config["latent_channels"]) * PATCH**2
-    if (has > takes and has % takes == 0) or has == 384:
-        raise SourceError(
-            t(
-                pt=f"{source.title()} é um FLUX.1 Fill, Depth ou Canny ({has} canais de entrada)",
-                en=f"{source.title()} is a FLUX.1 Fill, Depth or Canny ({has} input channels)",
-            ),
-            t(pt="use o FLUX.1 dev de que ele foi feito; o LoRA também funciona na variante",
-              en="use the FLUX.1 dev it was made from; the LoRA works on the variant as well"),
-            source.what,
-        )  # fmt: skip
-
-
-def _schnell_notice() -> str:
-    return t(
-        pt="o modelo base é um FLUX.1 schnell, destilado para 4 passos: treinar nele desfaz aos poucos a destilação; treine "
-        "no FLUX.1 dev (o LoRA também funciona no schnell), ou prefira poucos passos e taxa baixa",
-        en="the base is a FLUX.1 schnell, distilled to 4 steps: training on it undoes the distillation bit by bit; train on "
-        "FLUX.1 dev (the LoRA works on schnell too), or prefer few steps and a low rate",
-    )
 
 
 FAMILY = Flux

@@ -8,7 +8,6 @@ TRANSFORMER = {
     "joint_attention_dim": 32, "pooled_projection_dim": 32, "guidance_embeds": True, "axes_dims_rope": [4, 14, 14],
 }  # fmt: skip
 
-
 TINY = Tiny(
     pipeline="FluxPipeline",
     parts={
@@ -19,7 +18,7 @@ TINY = Tiny(
     },
     narrow={"num_layers": 3, "num_single_layers": 4, "num_attention_heads": 2},
     gguf="flux",
-    original=names.FLUX,
+    places=names.FLUX.places_of,
     training={"peso_niveis": "cosmap", "orientacao": 2},
 )
 VARIANTS = {"schnell": TINY.changed("transformer", {"guidance_embeds": False})}

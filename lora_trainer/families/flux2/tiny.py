@@ -35,7 +35,7 @@ TINY = Tiny(
     },
     narrow={"num_layers": 3, "num_single_layers": 4, "num_attention_heads": 2},
     gguf="flux",
-    original=names.FLUX2,
+    places=names.FLUX2.places_of,
     locate_vae=locate_vae,
     vae_file="flux2-vae",
     finish=draw_statistics,

@@ -16,7 +16,8 @@ from ...bases.weights import Locate, Piece
 from ...config.names import shown
 from ...diffusion import vae as _vae
 from ...errors import SourceError, t
-from ...files.kinds import Kind, Part
+from ...files import kinds
+from ...files.kinds import Part
 
 PATCH = 2
 CELL = PATCH**2
@@ -71,7 +72,7 @@ def locate_original(part: Part, levels: int) -> Locate:
 
 
 VAE = Slot(
-    "vae", Kind.VAE, "VAE (flux2-vae.safetensors)", ("vae.",), build, describe, single_file.locate_diffusers_vae(),
+    "vae", kinds.VAE, "VAE (flux2-vae.safetensors)", ("vae.",), build, describe, single_file.locate_diffusers_vae(),
 )  # fmt: skip
 
 
@@ -109,3 +110,12 @@ def unpatchify(latents: Tensor) -> Tensor:
     batch, channels, height, width = latents.shape
     cells = latents.reshape(batch, channels // CELL, PATCH, PATCH, height, width)
     return cells.permute(0, 1, 4, 2, 5, 3).reshape(batch, channels // CELL, height * PATCH, width * PATCH)
+
+
+def shape(config: Mapping[str, Any], size: tuple[int, int]) -> tuple[int, int, int]:
+    """(4C, H, W) of the latents of a picture of `size` (width, height) pixels."""
+    channels, height, width = _vae.shape(config, size)
+    return channels * CELL, height // PATCH, width // PATCH
+
+
+LATENTS = _vae.Latents(encode, decode, shape)

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from ...bases.parts import Config, Slot
 from ...bases.weights import Locate, Piece, Spelled
-from ...files.kinds import Kind, Part
+from ...diffusion.vae import Latents
+from ...files.kinds import Part
+from .signature import VAE_QWEN
 
 RESNET = {"norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3", "conv2": "residual.6", "conv_shortcut": "shortcut"}
 _OUTSIDE = {
@@ -99,7 +101,7 @@ def derive(part: Part, standard: Config) -> tuple[Config, Locate]:
 
 
 QWEN_VAE = Slot(
-    "vae", Kind.VAE_QWEN, "VAE Qwen-Image (qwen_image_vae.safetensors)", ("vae.", "first_stage_model."), build, derive,
+    "vae", VAE_QWEN, "VAE Qwen-Image (qwen_image_vae.safetensors)", ("vae.", "first_stage_model."), build, derive,
     locate("", 2),
 )  # fmt: skip
 
@@ -110,6 +112,12 @@ QWEN_VAE = Slot(
 def factor(config: Mapping[str, Any]) -> int:
     """Pixels a latent stands for, along each side."""
     return int(2 ** len(config["temperal_downsample"]))
+
+
+def shape(config: Mapping[str, Any], size: tuple[int, int]) -> tuple[int, int, int]:
+    """(C, H, W) of the latents of a picture of `size` (width, height) pixels."""
+    width, height = (side // factor(config) for side in size)
+    return int(config["z_dim"]), height, width
 
 
 @torch.no_grad()
@@ -136,3 +144,6 @@ def _statistics(vae: nn.Module, like: Tensor) -> tuple[Tensor, Tensor]:
     return tuple(  # type: ignore[return-value]
         torch.tensor(values, device=like.device).view(1, -1, 1, 1) for values in (config.latents_mean, config.latents_std)
     )
+
+
+LATENTS = Latents(encode, decode, shape)

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from ...bases.parts import Config, Slot
 from ...bases.weights import Locate, Piece, Spelled
-from ...files.kinds import Kind, Part
+from ...diffusion.vae import Latents
+from ...files.kinds import Part
 from ..qwen_image import vae as _qwen_vae
+from .signature import VAE_QWEN_21
 
 
 def build(config: Mapping[str, Any]) -> nn.Module:
@@ -81,7 +83,7 @@ def derive(part: Part, standard: Config) -> tuple[Config, Locate]:
 
 
 QWEN_21_VAE = Slot(
-    "vae", Kind.VAE_QWEN_21, "VAE do Qwen-Image 2.1 (qwen_image_2.1_vae_bf16.safetensors)", ("vae.", "first_stage_model."),
+    "vae", VAE_QWEN_21, "VAE do Qwen-Image 2.1 (qwen_image_2.1_vae_bf16.safetensors)", ("vae.", "first_stage_model."),
     build, derive, locate("", 2),
 )  # fmt: skip
 
@@ -99,3 +101,6 @@ def decode(vae: nn.Module, latents: Tensor) -> Tensor:
     drawn = _qwen_vae.decode(vae, latents)
     colours, alpha = drawn[:, :3], (drawn[:, 3:] + 1) / 2
     return colours * alpha + (1 - alpha)
+
+
+LATENTS = Latents(encode, decode, _qwen_vae.shape)

@@ -6,143 +6,81 @@ its tokens are zeros. Noise is shifted by 3 at any size. All as diffusers' Stabl
 the text encoders, skip-layer guidance.
 """
 
-from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ...bases import architecture
-from ...bases import tokenizers as _tokenizers
+from ...bases import tokenizers
 from ...bases.components import Networks
-from ...bases.parts import Transformer, open_parts
+from ...bases.parts import Transformer
 from ...config.names import shown
 from ...config.schema import ModelConfig
 from ...diffusion import clip_text
-from ...diffusion.transformer import TransformerFamily
+from ...diffusion.transformer import Fit, TransformerFamily, targets
 from ...errors import ConfigError, t
-from ...files.kinds import Kind
 from ...files.sources import Source
-from ...seam.family import Batch, Example
+from ...seam.family import Batch
 from ...seam.readers import KOHYA_WITHOUT_DIFFUSERS
 from ...seam.slots import Slot
-from . import names as _sd3_names
-from .parts import SLOTS, build, refuse_flux_vae
+from . import names
+from .captions import CLIP_TOKENS, ClipsAndT5
+from .network import build
+from .signature import SIGNATURE
+from .variant import SLOTS, refuse_flux_vae, without_t5
 
 TOKENS = 256
 PATCH = 2
-
-_BLOCK = r"transformer\.transformer_blocks\.\d+"
-_ATTENTION = r"attn2?\.(?:to_[qkv]|to_out\.0)|attn\.(?:add_[qkv]_proj|to_add_out)"
-_MLP = r"ff(?:_context)?\.net\.(?:0\.proj|2)"
-_MODULATION = r"norm1(?:_context)?\.linear"
+BLOCK = r"transformer\.transformer_blocks\.\d+"
 
 
 class SD3(TransformerFamily):
     name = "sd3"
     title = "Stable Diffusion 3"
-    kind = Kind.SD3
+    signature = SIGNATURE
+    pipeline = "StableDiffusion3Pipeline"
     side_multiple = 16
     usual_guidance = 4.5
-    caption_tokens = (128, 256, 512)
-    pipeline = "StableDiffusion3Pipeline"
-    formats = KOHYA_WITHOUT_DIFFUSERS
+    formats = KOHYA_WITHOUT_DIFFUSERS  # diffusers reads no kohya files of SD3; ComfyUI and Forge do
     patch = PATCH
+    pooled_width = "pooled_projection_dim"
     sizes: ClassVar = {3.0: "sd3", 9.0: "sd3_large"}
+    network = Transformer(build, names.derive)
+    slots = SLOTS
+    fits = (
+        Fit("text_encoder_2", "projection_dim", "pooled_projection_dim", beside=("text_encoder", "hidden_size")),
+        Fit("vae", "latent_channels", "in_channels"),
+        Fit("text_encoder_3", "d_model", "joint_attention_dim"),
+    )
     block_lists: ClassVar = {"joint": "transformer_blocks"}
-    lora_targets: ClassVar[dict[str, str]] = {
-        "auto": rf"{_BLOCK}\.(?:{_ATTENTION})",
-        "attention": rf"{_BLOCK}\.(?:{_ATTENTION})",
-        "attention+mlp": rf"{_BLOCK}\.(?:{_ATTENTION}|{_MLP})",
-        "all": rf"{_BLOCK}\.(?:{_ATTENTION}|{_MLP}|{_MODULATION})",
-    }
+    lora_targets: ClassVar = targets(
+        BLOCK,
+        r"attn2?\.(?:to_[qkv]|to_out\.0)|attn\.(?:add_[qkv]_proj|to_add_out)",
+        r"ff(?:_context)?\.net\.(?:0\.proj|2)",
+        r"norm1(?:_context)?\.linear",
+    )
+    reader: ClipsAndT5
 
-    def __init__(
-        self,
-        source: Source,
-        settings: ModelConfig,
-        networks: Networks,
-        clips: Sequence[clip_text.Chunks],
-        t5: Any,
-        tokens: int | None,
-    ) -> None:
-        self.text_parts = tuple(name for name in networks.components if name.startswith("text_encoder"))
-        super().__init__(source, settings, networks)
-        self.clips, self.t5, self.tokens = tuple(clips), t5, tokens or TOKENS
-        self.token_limit = self.tokens - 1 if t5 is not None else clip_text.CHUNK  # but for the end mark
-        self.transformer = self.components["transformer"].config
-        self.kohya_slots = self._kohya_slot
+    def __init__(self, source: Source, settings: ModelConfig, networks: Networks, tokens: int | None) -> None:
+        refuse_flux_vae(networks)
+        super().__init__(source, settings, networks, tokens)
+        self.places, self.kohya_slots = names.SD3.places_of(self.config), self._kohya_slot
         shift = float(self.schedule_config.get("shift", 1.0))
         self.last_level = shift / (1000 + shift - 1)  # FlowMatchEulerDiscreteScheduler's sigma_min
-        self.notices += [] if t5 is not None else [_without_t5()]
+        self.notices += [] if self.reader.t5 is not None else [without_t5()]
+        self.base_version = "5-" if self.config.get("qk_norm") else ""
+        self.base_version += "large" if int(self.config["num_layers"]) > 24 else "medium"
+        self.model_spec = f"stable-diffusion-3-{self.base_version}"
 
-    @classmethod
-    def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "SD3":
-        cls.refuse_others(source)
-        networks = open_parts(source, settings, "sd3", Transformer(build, _sd3_names.derive), SLOTS)
-        refuse_flux_vae(networks)
-        clips = []
-        for part in ("text_encoder", "text_encoder_2"):
-            name = part.replace("text_encoder", "tokenizer")
-            tokenizer = _tokenizers.find_tokenizer(source, settings.tokenizer, name, architecture.shipped("sd3", name))
-            vocabulary = int(networks.components[part].config["vocab_size"])
-            clips.append(clip_text.make_chunks(tokenizer, None, vocabulary, source.what))
-        has_t5 = "text_encoder_3" in networks.components
-        t5 = _tokenizers.find_t5_tokenizer(source, settings.tokenizer, "tokenizer_3") if has_t5 else None
-        return cls(source, settings, networks, clips, t5, max_caption_tokens)
-
-    def widths(self) -> list[tuple[str, int, int]]:
-        config = {name: component.config for name, component in self.components.items()}
-        pooled, first = int(config["transformer"]["pooled_projection_dim"]), int(config["text_encoder"]["hidden_size"])
-        wanted = [
-            ("text_encoder_2", int(config["text_encoder_2"]["projection_dim"]), pooled - first),
-            ("vae", int(config["vae"]["latent_channels"]), int(config["transformer"]["in_channels"])),
-        ]
-        if "text_encoder_3" in config:
-            joint = int(config["transformer"]["joint_attention_dim"])
-            wanted.append(("text_encoder_3", int(config["text_encoder_3"]["d_model"]), joint))
-        return wanted
-
-    # -- captions
-
-    def tokenizers(self) -> list[Any]:
-        found = [_tokenizers.fingerprint(clip.tokenizer) for clip in self.clips]
-        return found if self.t5 is None else [*found, _tokenizers.fingerprint(self.t5), self.tokens]
-
-    def tokenize(self, captions: Sequence[str]) -> list[Example]:
-        first, second = self.clips
-        both = [{"input_ids": first.ids(caption), "input_ids_2": second.ids(caption)} for caption in captions]
-        if self.t5 is None:
-            return both
-        return [{**ids, "input_ids_3": self._t5_ids(caption)} for ids, caption in zip(both, captions, strict=True)]
-
-    def _t5_ids(self, caption: str) -> Tensor:
-        """(L,) with the end mark, padded with 0."""
-        ids = self.t5(caption, padding="max_length", max_length=self.tokens, truncation=True).input_ids
-        return torch.tensor([*ids, *[0] * (self.tokens - len(ids))], dtype=torch.int64)
-
-    def count_tokens(self, caption: str) -> int:
-        if self.t5 is None:
-            return len(self.clips[0].tokens(caption))
-        return len(self.t5(caption, add_special_tokens=False, verbose=False).input_ids)
-
-    def encode_ids(self, model: nn.ModuleDict, batch: Batch) -> Batch:
-        """Without T5, the 77 tokens of the CLIPs alone; `predict` adds the zeros."""
-        first, second = (
-            cast(Any, model[part])(input_ids=batch[ids][:, 0], output_hidden_states=True)
-            for part, ids in (("text_encoder", "input_ids"), ("text_encoder_2", "input_ids_2"))
+    def open_reader(self, networks: Networks, tokens: int | None) -> ClipsAndT5:
+        source, settings = self.source, self.settings
+        clips = tuple(
+            clip_text.open_chunks(source, settings, networks, "sd3", part, None) for part in ("text_encoder", "text_encoder_2")
         )
-        states = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
-        states = pad(states, (0, int(self.transformer["joint_attention_dim"]) - states.shape[-1]))
-        if "text_encoder_3" in model:
-            t5 = cast(Any, model["text_encoder_3"])
-            states = torch.cat([states, t5(input_ids=batch["input_ids_3"]).last_hidden_state], 1)
-        # CLIP-L's projection, where a folder has one, is the identity
-        pooled = first.text_embeds if hasattr(first, "text_embeds") else first.pooler_output
-        return {"prompt_embeds": states, "pooled_embeds": torch.cat([pooled, second.text_embeds], -1)}
-
-    # -- training
+        has_t5 = "text_encoder_3" in networks.components
+        t5 = tokenizers.find_t5_tokenizer(source, settings.tokenizer, "tokenizer_3") if has_t5 else None
+        tokenizer = clips[0].tokenizer if t5 is None else t5
+        return ClipsAndT5(tokenizer, tokens or TOKENS, clips, t5, int(self.config["joint_attention_dim"]))
 
     def predict(self, model: nn.ModuleDict, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         batch = self.with_prompts(model, batch)
@@ -151,21 +89,20 @@ class SD3(TransformerFamily):
         predicted: Tensor = transformer(
             hidden_states=x_t.to(dtype),
             timestep=timesteps,
-            encoder_hidden_states=pad(text, (0, 0, 0, self.tokens if self.t5 is None else 0)).to(dtype),
+            encoder_hidden_states=pad(text, (0, 0, 0, self.tokens if self.reader.t5 is None else 0)).to(dtype),
             pooled_projections=batch["pooled_embeds"].to(dtype),
         ).sample
         return predicted
 
     def example_batch(self, batch_size: int, size: tuple[int, int]) -> Batch:
         self._check_size(size)
-        pooled = torch.zeros(batch_size, int(self.transformer["pooled_projection_dim"]))
-        return {**super().example_batch(batch_size, size), "pooled_embeds": pooled}
+        return super().example_batch(batch_size, size)
 
     def longest(self) -> int:
-        return clip_text.CHUNK + 2 + (self.tokens if self.t5 is not None else 0)
+        return CLIP_TOKENS + (self.tokens if self.reader.t5 is not None else 0)
 
     def _check_size(self, size: tuple[int, int]) -> None:
-        most = int(self.transformer["pos_embed_max_size"]) * self.side_multiple
+        most = int(self.config["pos_embed_max_size"]) * self.side_multiple
         if max(size) > most:
             raise ConfigError(
                 t(pt=f"{max(size)} pixels de lado, e este modelo base vai até {most}",
@@ -174,30 +111,8 @@ class SD3(TransformerFamily):
                 shown("data", "resolution"),
             )  # fmt: skip
 
-    # -- output
-
     def _kohya_slot(self, path: str) -> Slot | None:
-        places = _sd3_names.SD3.places_of(self.transformer)
-        return places.slot(path.removeprefix("transformer."), int(self.transformer["caption_projection_dim"]))
-
-    def metadata(self) -> dict[str, str]:
-        release = "5-" if self.transformer.get("qk_norm") else ""
-        release += "large" if int(self.transformer["num_layers"]) > 24 else "medium"
-        return {
-            "modelspec.architecture": f"stable-diffusion-3-{release}/lora",
-            "modelspec.prediction_type": "flow",
-            "ss_base_model_version": release,
-            "ss_sd_model_name": self.source.title(),
-        }
-
-
-def _without_t5() -> str:
-    return t(
-        pt="sem T5 (modelo.codificador_texto_3): só os dois CLIP leem as legendas, até 75 tokens de cada; o LoRA também "
-        "funciona com o T5 na geração",
-        en="without T5 (model.text_encoder_3): only the two CLIPs read captions, 75 tokens of each; the LoRA also works with "
-        "T5 when making images",
-    )
+        return self.places.slot(path.removeprefix("transformer."), int(self.config["caption_projection_dim"]))
 
 
 FAMILY = SD3

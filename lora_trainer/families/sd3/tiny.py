@@ -25,7 +25,7 @@ TINY = Tiny(
     narrow={"num_layers": 4, "num_attention_heads": 2, "caption_projection_dim": 128, "dual_attention_layers": [0, 1],
             "pos_embed_max_size": 64},
     gguf="sd3",
-    original=names.SD3,
+    places=names.SD3.places_of,
     vae_file="sd3_vae",
     vae_prefix="first_stage_model.",
     index={"image_encoder": [None, None], "feature_extractor": [None, None]},

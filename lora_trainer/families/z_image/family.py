@@ -8,75 +8,65 @@ training as the authors drew them (arXiv 2511.22699, section 4.3): logit-normal,
 """
 
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
-from diffusers import ZImageTransformer2DModel
 from torch import Tensor, nn
 
 from ...bases import llm_tokenizers
-from ...bases import tokenizers as _tokenizers
 from ...bases.components import Networks
-from ...bases.parts import VAE, Transformer, open_parts
+from ...bases.parts import VAE, Transformer
 from ...config.schema import ModelConfig
 from ...diffusion import llm_text
+from ...diffusion.captions import LanguageModel
 from ...diffusion.prompts import MASK
-from ...diffusion.transformer import TransformerFamily
+from ...diffusion.transformer import Fit, TransformerFamily, targets
 from ...engine.host import is_fake
-from ...files.kinds import Kind
 from ...files.sources import Source
-from ...seam.family import Batch, Example, Prepare
+from ...seam.family import Batch, Prepare
 from ...seam.slots import Slot, flat
 from . import names
-from .ranges import keep_in_range
-from .variant import TURBO_STEPS, omni_refusal, turbo_notice, variant_of
+from .network import build, keep_in_range
+from .signature import SIGNATURE
+from .variant import TURBO_STEPS, refuse_omni, turbo_notice, variant_of
 
 TOKENS, PATCH = 512, 2
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-LAYERS = (-2,)
+LAYER = -2
 QWEN3 = llm_text.language_slot(
-    "text_encoder", "qwen3", "Qwen3-4B (qwen_3_4b.safetensors)", LAYERS,
+    "text_encoder", "qwen3", "Qwen3-4B (qwen_3_4b.safetensors)", (LAYER,),
     ("text_encoders.qwen3_4b.transformer.", "text_encoders.qwen3_4b."),
 )  # fmt: skip
-
-_BLOCK = r"transformer\.(?:layers|noise_refiner|context_refiner)\.\d+"
-_ATTENTION = r"attention\.(?:to_[qkv]|to_out\.0)"
-_MLP = r"feed_forward\.w[123]"
-_MODULATION = r"adaLN_modulation\.0"
+BLOCK = r"transformer\.(?:layers|noise_refiner|context_refiner)\.\d+"
 
 
 class ZImage(TransformerFamily):
     name = "z_image"
     title = "Z-Image"
-    kind = Kind.Z_IMAGE
+    signature = SIGNATURE
+    pipeline = "ZImagePipeline"
+    loader_kinds = ("lora", "lokr")
+    base_version = "zimage"
     masked = True
     text_width = "cap_feat_dim"
     side_multiple = 16
     usual_guidance = 5.0
-    caption_tokens = (128, 256, 512)
-    pipeline = "ZImagePipeline"
-    loader_kinds = ("lora", "lokr")
     patch = PATCH
     training_shift = "resolution"
-    text_parts = ("text_encoder",)
+    network = Transformer(build, names.derive)
+    slots = (QWEN3, VAE)
+    fits = (Fit("text_encoder", "hidden_size", "cap_feat_dim"), Fit("vae", "latent_channels", "in_channels"))
     block_lists: ClassVar = {name: name for name in ("noise_refiner", "context_refiner", "layers")}
-    lora_targets: ClassVar[dict[str, str]] = {
-        "auto": rf"{_BLOCK}\.{_ATTENTION}",
-        "attention": rf"{_BLOCK}\.{_ATTENTION}",
-        "attention+mlp": rf"{_BLOCK}\.(?:{_ATTENTION}|{_MLP})",
-        "all": rf"{_BLOCK}\.(?:{_ATTENTION}|{_MLP}|{_MODULATION})",
-    }
+    lora_targets: ClassVar = targets(
+        BLOCK, r"attention\.(?:to_[qkv]|to_out\.0)", r"feed_forward\.w[123]", r"adaLN_modulation\.0"
+    )
 
-    def __init__(self, source: Source, settings: ModelConfig, networks: Networks, tokenizer: Any, tokens: int | None) -> None:
-        super().__init__(source, settings, networks)
-        self.tokenizer, self.tokens = tokenizer, tokens or TOKENS
-        self.token_limit = self.tokens - self.count_tokens(TEMPLATE.format(""))
-        config = self.components["transformer"].config
-        self.width = int(config["dim"])
-        self.places = names.Z_IMAGE.places_of(config)
-        self.kohya_slots = self._kohya_slot
+    def __init__(self, source: Source, settings: ModelConfig, networks: Networks, tokens: int | None) -> None:
+        refuse_omni(networks, source)
+        super().__init__(source, settings, networks, tokens)
+        self.places, self.kohya_slots = names.Z_IMAGE.places_of(self.config), self._kohya_slot
         self.turbo = (variant := variant_of(source, settings)).turbo
+        self.model_spec = f"z-image{'-turbo' if self.turbo else ''}"
         if variant.shift:
             self.schedule_config = {**self.schedule_config, "shift": variant.shift}
         if self.turbo:
@@ -84,39 +74,10 @@ class ZImage(TransformerFamily):
             self.notices += [] if settings.training_lora else [turbo_notice()]
         self.notices += [variant.notice] if variant.notice else []
 
-    @classmethod
-    def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "ZImage":
-        cls.refuse_others(source)
-        transformer = Transformer(build, names.derive)
-        networks = open_parts(source, settings, "z_image", transformer, (QWEN3, VAE))
-        if networks.components["transformer"].config.get("siglip_feat_dim"):
-            raise omni_refusal(source)
+    def open_reader(self, networks: Networks, tokens: int | None) -> LanguageModel:
         find = llm_tokenizers.find_llm_tokenizer
-        tokenizer = find(source, settings.tokenizer, "tokenizer", llm_tokenizers.QWEN3_PLACES, "Qwen3")
-        return cls(source, settings, networks, tokenizer, max_caption_tokens)
-
-    def widths(self) -> list[tuple[str, int, int]]:
-        transformer, text = self.components["transformer"].config, self.components["text_encoder"].config
-        return [
-            ("text_encoder", int(llm_text.text_config(text)["hidden_size"]), int(transformer["cap_feat_dim"])),
-            ("vae", int(self.components["vae"].config["latent_channels"]), int(transformer["in_channels"])),
-        ]
-
-    # -- captions
-
-    def tokenizers(self) -> list[Any]:
-        return [_tokenizers.fingerprint(self.tokenizer), self.tokens, TEMPLATE]
-
-    def tokenize(self, captions: Sequence[str]) -> list[Example]:
-        ids = (self.tokenizer(TEMPLATE.format(caption), verbose=False).input_ids for caption in captions)
-        return [llm_text.padded(one, self.tokens, self.tokenizer.pad_token_id or 0) for one in ids]
-
-    def encode_ids(self, model: nn.ModuleDict, batch: Batch) -> Batch:
-        ids, mask = llm_text.cut_padding(batch["input_ids"], batch["attention_mask"])
-        [embeds] = llm_text.hidden_states(model["text_encoder"], ids, mask, LAYERS)
-        return {"prompt_embeds": embeds, MASK: mask}
-
-    # -- training
+        tokenizer = find(self.source, self.settings.tokenizer, "tokenizer", llm_tokenizers.QWEN3_PLACES, "Qwen3")
+        return LanguageModel(tokenizer, tokens or TOKENS, (TEMPLATE,), LAYER, around=(TEMPLATE.format(""),))
 
     def load_model(
         self, device: torch.device, dtype: torch.dtype, *, with_text: bool = False, prepare: Prepare | None = None
@@ -134,22 +95,12 @@ class ZImage(TransformerFamily):
         answers = transformer(pictures, (1000 - timesteps) / 1000, captions(batch, dtype), return_dict=False)[0]
         return -torch.stack(answers).squeeze(2)
 
-    # -- output
-
     def _kohya_slot(self, path: str) -> Slot | None:
         """None outside the blocks, where diffusers does not find the dots again."""
-        if not re.match(_BLOCK, path):
+        if not re.match(BLOCK, path):
             return None
         layer = path.removeprefix("transformer.")
-        return self.places.slot(layer, self.width) or Slot(flat(layer))
-
-    def metadata(self) -> dict[str, str]:
-        return {
-            "modelspec.architecture": f"z-image{'-turbo' if self.turbo else ''}/lora",
-            "modelspec.prediction_type": "flow",
-            "ss_base_model_version": "zimage",
-            "ss_sd_model_name": self.source.title(),
-        }
+        return self.places.slot(layer, int(self.config["dim"])) or Slot(flat(layer))
 
 
 def captions(batch: Batch, dtype: torch.dtype) -> list[Tensor]:
@@ -161,29 +112,6 @@ def captions(batch: Batch, dtype: torch.dtype) -> list[Tensor]:
     fakes = [longest, *[max(1, longest - 32)] * (len(embeds) - 1)]  # of unlike length, as the plan must take them to be
     lengths = fakes if is_fake(mask) else mask.sum(1).tolist()
     return [one[:length] for one, length in zip(embeds, lengths, strict=True)]
-
-
-class Rotations:
-    """diffusers' RopeEmbedder without its tables, which it would leave on the device after the first step: computed when asked
-    for, to the same bit."""
-
-    def __init__(self, theta: float, axes_dims: Sequence[int]) -> None:
-        self.theta, self.axes_dims = theta, axes_dims
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        """Places (L, axes) -> (L, head / 2) complex64."""
-        angles = []
-        for axis, dim in enumerate(self.axes_dims):
-            steps = torch.arange(0, dim, 2, dtype=torch.float64, device=ids.device) / dim
-            angles.append(torch.outer(ids[:, axis].double(), 1.0 / self.theta**steps).float())
-        angle = torch.cat(angles, -1)
-        return torch.polar(torch.ones_like(angle), angle)
-
-
-def build(config: Mapping[str, Any]) -> nn.Module:
-    transformer: Any = ZImageTransformer2DModel.from_config(dict(config))
-    transformer.rope_embedder = Rotations(transformer.rope_theta, transformer.axes_dims)
-    return cast(nn.Module, transformer)
 
 
 FAMILY = ZImage

@@ -9,7 +9,6 @@ TRANSFORMER = {
     "dim": 96, "n_heads": 3, "n_kv_heads": 3, "n_layers": 2, "n_refiner_layers": 2, "cap_feat_dim": 32, "axes_dims": [8, 12, 12],
 }  # fmt: skip
 
-
 TINY = Tiny(
     pipeline="ZImagePipeline",
     parts={
@@ -19,6 +18,6 @@ TINY = Tiny(
     },
     narrow={"dim": 384, "n_heads": 3, "n_kv_heads": 3, "n_layers": 3, "n_refiner_layers": 1},
     gguf="lumina2",
-    original=names.Z_IMAGE,
+    places=names.Z_IMAGE.places_of,
 )
 VARIANTS = {"turbo": replace(TINY, scheduler={"shift": 3.0})}

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from ...bases import architecture as _architecture
+from ...bases.components import Networks
 from ...config.schema import ModelConfig
 from ...errors import SourceError, t
 from ...files.sources import Source
@@ -58,12 +59,13 @@ def turbo_notice() -> str:
     )
 
 
-def omni_refusal(source: Source) -> SourceError:
-    return SourceError(
-        t(
-            pt=f"{source.title()} é um Z-Image Omni ou Edit, que também lê imagens",
-            en=f"{source.title()} is a Z-Image Omni or Edit, which reads pictures too",
-        ),
-        t(pt="use o Z-Image base ou o Turbo", en="use the Z-Image base or Turbo"),
-        source.what,
-    )
+def refuse_omni(networks: Networks, source: Source) -> None:
+    if networks.components["transformer"].config.get("siglip_feat_dim"):
+        raise SourceError(
+            t(
+                pt=f"{source.title()} é um Z-Image Omni ou Edit, que também lê imagens",
+                en=f"{source.title()} is a Z-Image Omni or Edit, which reads pictures too",
+            ),
+            t(pt="use o Z-Image base ou o Turbo", en="use the Z-Image base or Turbo"),
+            source.what,
+        )

@@ -1,21 +1,14 @@
-"""What an SD3 base is made of besides its transformer's names: the files of its encoders and VAE, and a smaller transformer."""
+"""Which files an SD3 base may be made of, and what may be taken for them."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
-
-import torch
-from diffusers import SD3Transformer2DModel
-from diffusers.models.embeddings import PatchEmbed
-from torch import Tensor, nn
 
 from ...bases import architecture, single_file
 from ...bases.components import Networks
 from ...bases.parts import CLIP_L, T5_XXL, VAE, Config, Slot
 from ...bases.weights import Locate
-from ...engine.tracker import count_transfer, host_memory
 from ...errors import SourceError, t
-from ...files.kinds import Kind, Part
+from ...files import kinds
+from ...files.kinds import Part
 
 FLUX_SCALING = 0.3611
 """Of another VAE with the same shapes."""
@@ -28,34 +21,12 @@ def _describe_clip_g(part: Part, standard: Config) -> tuple[Config, Locate]:
 
 
 CLIP_G = replace(
-    CLIP_L, part="text_encoder_2", kind=Kind.CLIP_G, title="CLIP-G (clip_g.safetensors)",
+    CLIP_L, part="text_encoder_2", kind=kinds.CLIP_G, title="CLIP-G (clip_g.safetensors)",
     prefixes=("text_encoders.clip_g.",), describe=_describe_clip_g,
 )  # fmt: skip
 SLOTS: tuple[Slot, ...] = (
     CLIP_L, CLIP_G, replace(T5_XXL, part="text_encoder_3", optional=True), replace(VAE, title="VAE (sd3_vae.safetensors)")
 )  # fmt: skip
-
-
-class Positions(PatchEmbed):
-    """3.5-medium's table is 432 MiB in 16 bits, of which a picture wants a crop: it stays in host memory."""
-
-    home = torch.device("cpu")
-
-    def cropped_pos_embed(self, height: int, width: int) -> Tensor:
-        with host_memory():
-            crop: Tensor = super().cropped_pos_embed(height, width)
-        count_transfer(crop.nbytes)
-        return crop.to(self.proj.weight.device, copy=True)
-
-
-def build(config: Mapping[str, Any]) -> nn.Module:
-    transformer: Any = SD3Transformer2DModel.from_config(dict(config))
-    known = transformer.config
-    transformer.pos_embed = Positions(
-        known.sample_size, known.sample_size, known.patch_size, known.in_channels, transformer.inner_dim,
-        pos_embed_max_size=known.pos_embed_max_size,
-    )  # fmt: skip
-    return cast(nn.Module, transformer)
 
 
 def refuse_flux_vae(networks: Networks) -> None:
@@ -68,3 +39,12 @@ def refuse_flux_vae(networks: Networks) -> None:
             t(pt="dê o VAE do SD3", en="give SD3's VAE"),
             vae.what,
         )  # fmt: skip
+
+
+def without_t5() -> str:
+    return t(
+        pt="sem T5 (modelo.codificador_texto_3): só os dois CLIP leem as legendas, até 75 tokens de cada; o LoRA também "
+        "funciona com o T5 na geração",
+        en="without T5 (model.text_encoder_3): only the two CLIPs read captions, 75 tokens of each; the LoRA also works with "
+        "T5 when making images",
+    )

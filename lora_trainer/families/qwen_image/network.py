@@ -1,4 +1,4 @@
-"""Qwen-Image in fp16, which its activations pass by far: they reach twenty million in the last blocks.
+"""Qwen-Image's transformer in fp16, which its activations pass by far: they reach twenty million in the last blocks.
 
 As Draw Things does it (engineering.drawthings.ai, "Optimizing Qwen Image for Edge Devices"): the streams of both modalities are
 summed in float32, and what goes into them is computed at a fraction of its size, in fp16. Queries and keys have norms, which
