@@ -151,12 +151,11 @@ def _run(words: Sequence[str], arguments: argparse.Namespace) -> int:
     _check_settings(arguments)
     if command.needs_config and not arguments.config:
         print(parser.format_usage(), end="", file=sys.stderr)
-        raise ConfigError(
-            t(pt="falta --config", en="--config is missing"),
-            t(
-                pt="por exemplo: python treinar.py --config minha_config.yaml (--help mostra tudo)",
-                en="for example: python treinar.py --config my_config.yaml (--help shows everything)",
-            ),
+        raise ConfigError.said(
+            pt="falta --config",
+            en="--config is missing",
+            hint_pt="por exemplo: python treinar.py --config minha_config.yaml (--help mostra tudo)",
+            hint_en="for example: python treinar.py --config my_config.yaml (--help shows everything)",
         )
     return command.run(arguments) or 0
 
@@ -181,7 +180,7 @@ class _Parser(argparse.ArgumentParser):
             raise ConfigError(t(pt=f"valor inválido para {flag}", en=f"invalid value for {flag}"), "pt, en")
         if "expected one argument" in message:
             flag = flag.split("/")[0]
-            raise ConfigError(t(pt=f"falta o valor de {flag}", en=f"{flag} needs a value"))
+            raise ConfigError.said(pt=f"falta o valor de {flag}", en=f"{flag} needs a value")
         raise ConfigError(message)  # argparse's own English: nothing else of its can happen with these arguments
 
 

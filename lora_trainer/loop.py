@@ -133,15 +133,11 @@ def _set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float
 
 
 def _diverged(step: int, what: str) -> DivergedError:
-    return DivergedError(
-        t(
-            pt=f"o treino divergiu no passo {step + 1}: {what} não é um número finito",
-            en=f"training diverged at step {step + 1}: {what} is not a finite number",
-        ),
-        t(
-            pt="reduza treino.taxa_aprendizado; em fp16 experimente treino.precisao_mista: bf16 ou nao",
-            en="lower training.learning_rate; under fp16 try training.mixed_precision: bf16 or no",
-        ),
+    return DivergedError.said(
+        pt=f"o treino divergiu no passo {step + 1}: {what} não é um número finito",
+        en=f"training diverged at step {step + 1}: {what} is not a finite number",
+        hint_pt="reduza treino.taxa_aprendizado; em fp16 experimente treino.precisao_mista: bf16 ou nao",
+        hint_en="lower training.learning_rate; under fp16 try training.mixed_precision: bf16 or no",
     )
 
 

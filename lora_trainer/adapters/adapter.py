@@ -83,15 +83,11 @@ class Adapter:
         wrong = sorted(state.keys() ^ tensors.keys())
         wrong += [k for k in sorted(state.keys() & tensors.keys()) if state[k].shape != tensors[k].shape]
         if wrong:
-            raise SourceError(
-                t(
-                    pt=f"o estado salvo é de outro LoRA: {len(wrong)} tensores não combinam ({wrong[0]}, …)",
-                    en=f"the saved state is of another LoRA: {len(wrong)} tensors do not match ({wrong[0]}, …)",
-                ),
-                t(
-                    pt="retome com o mesmo rank e os mesmos alvos, ou comece um treino novo",
-                    en="resume with the same rank and targets, or start a new training",
-                ),
+            raise SourceError.said(
+                pt=f"o estado salvo é de outro LoRA: {len(wrong)} tensores não combinam ({wrong[0]}, …)",
+                en=f"the saved state is of another LoRA: {len(wrong)} tensors do not match ({wrong[0]}, …)",
+                hint_pt="retome com o mesmo rank e os mesmos alvos, ou comece um treino novo",
+                hint_en="resume with the same rank and targets, or start a new training",
             )
         for key, tensor in tensors.items():
             tensor.copy_(state[key])

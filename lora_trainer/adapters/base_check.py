@@ -68,11 +68,10 @@ def _extremes(weight: Tensor) -> tuple[float, float]:
 
 
 def _unusable_base(cause: str) -> SourceError:
-    return SourceError(
-        t(pt=f"os pesos do modelo base não servem: {cause}", en=f"the base model's weights are unusable: {cause}"),
-        t(
-            pt="o download deve ter sido interrompido ou alterado: baixe o modelo de novo e confira o hash",
-            en="the download was probably cut short or altered: download the model again and check its hash",
-        ),
-        shown("model", "base_model"),
+    return SourceError.said(
+        pt=f"os pesos do modelo base não servem: {cause}",
+        en=f"the base model's weights are unusable: {cause}",
+        hint_pt="o download deve ter sido interrompido ou alterado: baixe o modelo de novo e confira o hash",
+        hint_en="the download was probably cut short or altered: download the model again and check its hash",
+        where=shown("model", "base_model"),
     )

@@ -102,36 +102,33 @@ def _check_formats(family: "Family", settings: ModelConfig, formats: Collection[
     if kind != "lora":
         _check_kind(family, kind, formats)
     if settings.dora and "kohya" in formats and family.kohya_slots is not None:
-        raise ConfigError(
-            t(
-                pt=f"um arquivo kohya de {family.title} não guarda DoRA: q, k e v são uma só matriz",
-                en=f"a kohya file of {family.title} cannot hold DoRA: q, k and v are one matrix",
-            ),
-            t(pt="use saida.formatos: [diffusers], ou apague dora", en="use output.formats: [diffusers], or delete dora"),
-            shown("model", "dora"),
+        raise ConfigError.said(
+            pt=f"um arquivo kohya de {family.title} não guarda DoRA: q, k e v são uma só matriz",
+            en=f"a kohya file of {family.title} cannot hold DoRA: q, k and v are one matrix",
+            hint_pt="use saida.formatos: [diffusers], ou apague dora",
+            hint_en="use output.formats: [diffusers], or delete dora",
+            where=shown("model", "dora"),
         )
 
 
 def _check_kind(family: "Family", kind: str, formats: Collection[str]) -> None:
     title = TITLES[kind]
     if not all(name in LAYOUTS and kind in LAYOUTS[name].kinds for name in formats):
-        raise ConfigError(
-            t(
-                pt=f"{title} é só para modelos de imagem, não para {family.title}",
-                en=f"{title} is for image models only, not for {family.title}",
-            ),
-            t(pt="use tipo_adaptador: lora", en="use adapter_kind: lora"),
-            shown("model", "adapter_kind"),
+        raise ConfigError.said(
+            pt=f"{title} é só para modelos de imagem, não para {family.title}",
+            en=f"{title} is for image models only, not for {family.title}",
+            hint_pt="use tipo_adaptador: lora",
+            hint_en="use adapter_kind: lora",
+            where=shown("model", "adapter_kind"),
         )
     if not all(programs(family, layout, kind) for layout in formats):
         *others, last = programs(family, "kohya", kind)
-        raise ConfigError(
-            t(pt=f"o diffusers não lê {title} de {family.title}", en=f"diffusers does not read a {title} of {family.title}"),
-            t(
-                pt=f"use saida.formatos: [kohya], que o {', o '.join(others)} e o {last} leem",
-                en=f"use output.formats: [kohya], which {', '.join(others)} and {last} read",
-            ),
-            shown("output", "formats"),
+        raise ConfigError.said(
+            pt=f"o diffusers não lê {title} de {family.title}",
+            en=f"diffusers does not read a {title} of {family.title}",
+            hint_pt=f"use saida.formatos: [kohya], que o {', o '.join(others)} e o {last} leem",
+            hint_en=f"use output.formats: [kohya], which {', '.join(others)} and {last} read",
+            where=shown("output", "formats"),
         )
 
 
@@ -155,31 +152,23 @@ def _check_readers(
 
 
 def _torn(name: str, paths: Sequence[str]) -> ConfigError:
-    return ConfigError(
-        t(
-            pt=f"{' e '.join(paths)} são uma só matriz num arquivo kohya ({name}), mas têm ranks diferentes",
-            en=f"{' and '.join(paths)} are one matrix in a kohya file ({name}), but differ in rank",
-        ),
-        t(
-            pt="dê às partes o mesmo rank, ou use saida.formatos: [diffusers]",
-            en="give the parts one rank, or use output.formats: [diffusers]",
-        ),
-        shown("model", "lora_rules"),
+    return ConfigError.said(
+        pt=f"{' e '.join(paths)} são uma só matriz num arquivo kohya ({name}), mas têm ranks diferentes",
+        en=f"{' and '.join(paths)} are one matrix in a kohya file ({name}), but differ in rank",
+        hint_pt="dê às partes o mesmo rank, ou use saida.formatos: [diffusers]",
+        hint_en="give the parts one rank, or use output.formats: [diffusers]",
+        where=shown("model", "lora_rules"),
     )
 
 
 def _not_carried(text: str, lost: list[str]) -> ConfigError:
     listed = "".join(f"\n    {path}" for path in lost[:8]) + ("\n    …" if len(lost) > 8 else "")
-    return ConfigError(
-        t(
-            pt=f"`{text}` pega {len(lost)} camadas que o diffusers não acha num arquivo kohya:{listed}",
-            en=f"`{text}` matches {len(lost)} layers that diffusers does not find in a kohya file:{listed}",
-        ),
-        t(
-            pt="restrinja a expressão (por exemplo, `_block`), ou use saida.formatos: [diffusers]",
-            en="narrow the expression (for example, `_block`), or set output.formats: [diffusers]",
-        ),
-        shown("model", "lora_targets"),
+    return ConfigError.said(
+        pt=f"`{text}` pega {len(lost)} camadas que o diffusers não acha num arquivo kohya:{listed}",
+        en=f"`{text}` matches {len(lost)} layers that diffusers does not find in a kohya file:{listed}",
+        hint_pt="restrinja a expressão (por exemplo, `_block`), ou use saida.formatos: [diffusers]",
+        hint_en="narrow the expression (for example, `_block`), or set output.formats: [diffusers]",
+        where=shown("model", "lora_targets"),
     )
 
 
@@ -188,16 +177,12 @@ def _user_pattern(text: str, family: "Family") -> re.Pattern[str]:
         return re.compile(text)
     except re.error as error:
         presets = ", ".join(family.lora_targets)
-        raise ConfigError(
-            t(
-                pt=f"`{text}` não é um dos conjuntos de camadas nem uma expressão regular válida ({error})",
-                en=f"`{text}` is neither a set of layers nor a valid regular expression ({error})",
-            ),
-            t(
-                pt=f"use um destes: {presets}; ou uma expressão como `attn2.*to_[qkv]$`",
-                en=f"use one of: {presets}; or an expression such as `attn2.*to_[qkv]$`",
-            ),
-            shown("model", "lora_targets"),
+        raise ConfigError.said(
+            pt=f"`{text}` não é um dos conjuntos de camadas nem uma expressão regular válida ({error})",
+            en=f"`{text}` is neither a set of layers nor a valid regular expression ({error})",
+            hint_pt=f"use um destes: {presets}; ou uma expressão como `attn2.*to_[qkv]$`",
+            hint_en=f"use one of: {presets}; or an expression such as `attn2.*to_[qkv]$`",
+            where=shown("model", "lora_targets"),
         ) from error
 
 

@@ -109,16 +109,12 @@ def _fits(module: LoraModule, shape: Shape) -> bool:
 
 def _foreign(path: Path, family: Family, names: list[str], where: str) -> SourceError:
     listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-    return SourceError(
-        t(
-            pt=f"{path.name} não é um LoRA comum deste modelo base ({family.title}): {len(names)} camadas não encaixam ({listed})",
-            en=f"{path.name} is no plain LoRA of this base ({family.title}): {len(names)} layers do not fit ({listed})",
-        ),
-        t(
-            pt="dê o adaptador de treino feito para este modelo base, ou apague a chave",
-            en="give the training adapter made for this base, or remove the key",
-        ),
-        where,
+    return SourceError.said(
+        pt=f"{path.name} não é um LoRA comum deste modelo base ({family.title}): {len(names)} camadas não encaixam ({listed})",
+        en=f"{path.name} is no plain LoRA of this base ({family.title}): {len(names)} layers do not fit ({listed})",
+        hint_pt="dê o adaptador de treino feito para este modelo base, ou apague a chave",
+        hint_en="give the training adapter made for this base, or remove the key",
+        where=where,
     )
 
 

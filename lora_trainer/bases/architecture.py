@@ -56,13 +56,12 @@ def given(folder: str | None, component: str) -> Config | None:
         return None
     where = shown("model", "architecture")
     if not Path(folder).is_dir():
-        raise SourceError(
-            t(pt=f"{folder} não é uma pasta", en=f"{folder} is not a folder"),
-            t(
-                pt="dê uma pasta no formato do diffusers, com unet/config.json etc.",
-                en="give a folder in diffusers' layout, with unet/config.json and so on",
-            ),
-            where,
+        raise SourceError.said(
+            pt=f"{folder} não é uma pasta",
+            en=f"{folder} is not a folder",
+            hint_pt="dê uma pasta no formato do diffusers, com unet/config.json etc.",
+            hint_en="give a folder in diffusers' layout, with unet/config.json and so on",
+            where=where,
         )
     name = "scheduler_config.json" if component == "scheduler" else "config.json"
     path = Path(folder) / component / name
@@ -126,13 +125,12 @@ def derive_unet(part: Part, standard: Config, what: str) -> Config:
     down, up = _levels(part, "input_blocks", 1), _levels(part, "output_blocks", 0)
     layers = {len(level) for level in down} | {len(level) - 1 for level in up}
     if len(layers) != 1 or len(down) != len(up):
-        raise SourceError(
-            t(
-                pt=f"a UNet deste arquivo tem níveis de {sorted(layers)} camadas, que não sei montar",
-                en=f"the UNet of this file has levels of {sorted(layers)} layers, which I cannot build",
-            ),
-            t(pt="use a pasta do diffusers deste modelo", en="use this model's diffusers folder"),
-            what,
+        raise SourceError.said(
+            pt=f"a UNet deste arquivo tem níveis de {sorted(layers)} camadas, que não sei montar",
+            en=f"the UNet of this file has levels of {sorted(layers)} layers, which I cannot build",
+            hint_pt="use a pasta do diffusers deste modelo",
+            hint_en="use this model's diffusers folder",
+            where=what,
         )
     widths = [level[0][0] for level in down]
     depths = [[depth for _, depth in level] for level in down]
@@ -207,13 +205,12 @@ def _additional(part: Part, what: str) -> Config:
     projection = next((info.shape for key, info in part.header.items() if key.endswith(_PROJECTIONS)), (0,))
     each, rest = divmod(width - projection[-1], 6)
     if rest or each < 1:
-        raise SourceError(
-            t(
-                pt=f"a UNet espera {width} números adicionais, que não combinam com o codificador de texto 2",
-                en=f"the UNet expects {width} additional numbers, which do not suit text encoder 2",
-            ),
-            t(pt="o arquivo mistura partes de modelos diferentes", en="the file mixes parts of different models"),
-            what,
+        raise SourceError.said(
+            pt=f"a UNet espera {width} números adicionais, que não combinam com o codificador de texto 2",
+            en=f"the UNet expects {width} additional numbers, which do not suit text encoder 2",
+            hint_pt="o arquivo mistura partes de modelos diferentes",
+            hint_en="the file mixes parts of different models",
+            where=what,
         )
     return {"projection_class_embeddings_input_dim": width, "addition_time_embed_dim": each}
 
@@ -257,7 +254,7 @@ def derive_diffusers_vae(header: Header, standard: Config, what: str) -> Config:
     levels = part.count("encoder.down_blocks.{}.resnets.0.conv1.weight")
     widths = [_shape(part, f"encoder.down_blocks.{level}.resnets.0.conv1.weight")[0] for level in range(levels)]
     if not widths:
-        raise SourceError(t(pt="não há um VAE neste arquivo", en="there is no VAE in this file"), "", what)
+        raise SourceError.said(pt="não há um VAE neste arquivo", en="there is no VAE in this file", where=what)
     return standard | _vae_sizes(part, widths, part.count("encoder.down_blocks.0.resnets.{}.conv1.weight"))
 
 

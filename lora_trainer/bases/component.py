@@ -51,16 +51,12 @@ class Component:
 
     def _unbuildable(self, error: Exception) -> SourceError:
         cause = f"{type(error).__name__}: {error}"
-        return SourceError(
-            t(
-                pt=f"{self.name}: com as medidas do modelo base não se monta uma rede ({cause})",
-                en=f"{self.name}: the base's sizes make no network ({cause})",
-            ),
-            t(
-                pt="o config.json ou o arquivo está estragado ou é de outra arquitetura: baixe-o de novo",
-                en="the config.json or the file is damaged or of another architecture: download it again",
-            ),
-            self.what,
+        return SourceError.said(
+            pt=f"{self.name}: com as medidas do modelo base não se monta uma rede ({cause})",
+            en=f"{self.name}: the base's sizes make no network ({cause})",
+            hint_pt="o config.json ou o arquivo está estragado ou é de outra arquitetura: baixe-o de novo",
+            hint_en="the config.json or the file is damaged or of another architecture: download it again",
+            where=self.what,
         )
 
     def num_bytes(self, dtype: torch.dtype) -> int:

@@ -83,13 +83,12 @@ def _check_latents(networks: Networks) -> None:
     vae, unet = networks.components["vae"], networks.components["unet"]
     has, wants = vae.config.get("latent_channels", 4), unet.config.get("in_channels", 4)
     if has != wants:
-        raise SourceError(
-            t(
-                pt=f"o VAE tem {has} canais e o modelo espera {wants}",
-                en=f"the VAE has {has} channels, the model wants {wants}",
-            ),
-            t(pt="use o VAE da mesma família do modelo base", en="use a VAE of the base's own family"),
-            vae.what,
+        raise SourceError.said(
+            pt=f"o VAE tem {has} canais e o modelo espera {wants}",
+            en=f"the VAE has {has} channels, the model wants {wants}",
+            hint_pt="use o VAE da mesma família do modelo base",
+            hint_en="use a VAE of the base's own family",
+            where=vae.what,
         )
 
 
@@ -167,16 +166,12 @@ def _report_leftovers(source: Source, used: set[str], networks: Networks) -> Non
     unet = single_file.unet_part(source.header)
     own = [key for key in left if key.startswith(unet.prefix) and unet.prefix]
     if own:
-        raise SourceError(
-            t(
-                pt=f"a UNet deste arquivo tem {len(own)} tensores que não sei onde encaixar: {', '.join(own[:4])}",
-                en=f"the UNet of this file has {len(own)} tensors that I cannot place: {', '.join(own[:4])}",
-            ),
-            t(
-                pt="é uma variante que não conheço; se há uma pasta do diffusers deste modelo, use-a",
-                en="it is a variant I do not know; if there is a diffusers folder of this model, use that",
-            ),
-            source.what,
+        raise SourceError.said(
+            pt=f"a UNet deste arquivo tem {len(own)} tensores que não sei onde encaixar: {', '.join(own[:4])}",
+            en=f"the UNet of this file has {len(own)} tensors that I cannot place: {', '.join(own[:4])}",
+            hint_pt="é uma variante que não conheço; se há uma pasta do diffusers deste modelo, use-a",
+            hint_en="it is a variant I do not know; if there is a diffusers folder of this model, use that",
+            where=source.what,
         )
     if networks.components["vae"].what != source.what:
         left = [key for key in left if "first_stage_model." not in key]
@@ -270,16 +265,12 @@ def _check_latent_space(source: Source, kind: Kind, release: str) -> None:
     if theirs in (None, ours):
         return
     titles = {"sd": "Stable Diffusion 1.x/2.x", "sdxl": "SDXL"}
-    raise SourceError(
-        t(
-            pt=f"{source.title()} traz o VAE de {titles[theirs]}, e o modelo base é {titles[ours]}: as formas são iguais, "
-            "mas os latentes não, e o treino daria errado sem aviso",
-            en=f"{source.title()} brings the VAE of {titles[theirs]}, and the base is {titles[ours]}: the shapes are the "
-            "same but the latents are not, and training would go wrong without a word",
-        ),
-        t(
-            pt="dê um VAE da família do modelo base, ou retire a chave para usar o do próprio modelo base",
-            en="give a VAE of the base's family, or remove the key to use the base's own",
-        ),
-        source.what,
+    raise SourceError.said(
+        pt=f"{source.title()} traz o VAE de {titles[theirs]}, e o modelo base é {titles[ours]}: as formas são iguais, "
+        "mas os latentes não, e o treino daria errado sem aviso",
+        en=f"{source.title()} brings the VAE of {titles[theirs]}, and the base is {titles[ours]}: the shapes are the "
+        "same but the latents are not, and training would go wrong without a word",
+        hint_pt="dê um VAE da família do modelo base, ou retire a chave para usar o do próprio modelo base",
+        hint_en="give a VAE of the base's family, or remove the key to use the base's own",
+        where=source.what,
     )

@@ -81,13 +81,12 @@ def _unpacked_slowly(raw: Tensor, kind: str, tensor: str) -> Tensor:
     try:
         return torch.from_numpy(unpack(raw.numpy(), GGMLQuantizationType[kind]))
     except (KeyError, NotImplementedError) as error:
-        raise SourceError(
-            t(pt=f"não sei desempacotar {tensor}, do tipo {kind}", en=f"{tensor}, of the kind {kind}, cannot be unpacked"),
-            t(
-                pt="atualize o pacote gguf, ou use um GGUF Q4_K_M, Q6_K ou Q8_0 do mesmo modelo",
-                en="update the gguf package, or use a Q4_K_M, Q6_K or Q8_0 GGUF of the same model",
-            ),
-            "modelo_base",
+        raise SourceError.said(
+            pt=f"não sei desempacotar {tensor}, do tipo {kind}",
+            en=f"{tensor}, of the kind {kind}, cannot be unpacked",
+            hint_pt="atualize o pacote gguf, ou use um GGUF Q4_K_M, Q6_K ou Q8_0 do mesmo modelo",
+            hint_en="update the gguf package, or use a Q4_K_M, Q6_K or Q8_0 GGUF of the same model",
+            where="modelo_base",
         ) from error
 
 

@@ -61,33 +61,25 @@ def find_llm_tokenizer(source: Source, folder: str | None, sub: str, places: Seq
     try:
         files = [Path(hf_hub_download(repo, inside + name)) for name in FILES]
     except hub_errors() as error:
-        raise SourceError(
-            t(
-                pt=f"não achei o vocabulário do {title}: o modelo base não o traz, não está no cache do Hugging Face e o "
-                "download falhou",
-                en=f"{title}'s vocabulary was not found: the base does not bring it, it is not in the Hugging Face cache "
-                "and the download failed",
-            ),
-            t(
-                pt=f"ponha {' e '.join(FILES)} de {repo} numa subpasta {sub} e indique a pasta em modelo.tokenizador",
-                en=f"put {' and '.join(FILES)} of {repo} in a sub-folder {sub} and name the folder in model.tokenizer",
-            ),
-            shown("model", "tokenizer"),
+        raise SourceError.said(
+            pt=f"não achei o vocabulário do {title}: o modelo base não o traz, não está no cache do Hugging Face e o "
+            "download falhou",
+            en=f"{title}'s vocabulary was not found: the base does not bring it, it is not in the Hugging Face cache "
+            "and the download failed",
+            hint_pt=f"ponha {' e '.join(FILES)} de {repo} numa subpasta {sub} e indique a pasta em modelo.tokenizador",
+            hint_en=f"put {' and '.join(FILES)} of {repo} in a sub-folder {sub} and name the folder in model.tokenizer",
+            where=shown("model", "tokenizer"),
         ) from error
     return _load(files[0].parent)
 
 
 def _no_vocabulary(folder: str, repo: str) -> SourceError:
-    return SourceError(
-        t(
-            pt=f"{folder} não tem tokenizer.json, nem vocab.json e merges.txt",
-            en=f"{folder} has no tokenizer.json, nor vocab.json and merges.txt",
-        ),
-        t(
-            pt=f"ponha ali {' e '.join(FILES)} de {repo}, ou apague a chave",
-            en=f"put {' and '.join(FILES)} of {repo} there, or remove the key",
-        ),
-        shown("model", "tokenizer"),
+    return SourceError.said(
+        pt=f"{folder} não tem tokenizer.json, nem vocab.json e merges.txt",
+        en=f"{folder} has no tokenizer.json, nor vocab.json and merges.txt",
+        hint_pt=f"ponha ali {' e '.join(FILES)} de {repo}, ou apague a chave",
+        hint_en=f"put {' and '.join(FILES)} of {repo} there, or remove the key",
+        where=shown("model", "tokenizer"),
     )
 
 

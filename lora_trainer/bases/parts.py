@@ -230,16 +230,12 @@ def _refuse_unread_layers(component: Component, used: Collection[str]) -> None:
     none = [name for name in _COUNTS if component.config.get(name) == 0]
     if unread or none:
         listed = ", ".join(unread[:3] or none) + (", …" if len(unread) > 3 else "")
-        raise SourceError(
-            t(
-                pt=f"{component.name}: há camadas que só em parte estão no arquivo ({listed})",
-                en=f"{component.name}: some layers are in the file only in part ({listed})",
-            ),
-            t(
-                pt="o arquivo está incompleto ou estragado, ou o config.json é de outro: baixe-os de novo",
-                en="the file is incomplete or damaged, or the config.json is another's: download them again",
-            ),
-            component.what,
+        raise SourceError.said(
+            pt=f"{component.name}: há camadas que só em parte estão no arquivo ({listed})",
+            en=f"{component.name}: some layers are in the file only in part ({listed})",
+            hint_pt="o arquivo está incompleto ou estragado, ou o config.json é de outro: baixe-os de novo",
+            hint_en="the file is incomplete or damaged, or the config.json is another's: download them again",
+            where=component.what,
         )
 
 
@@ -284,14 +280,10 @@ def _wrong_slot(slot: Slot, source: Source, kind: Kind, slots: Sequence[Slot]) -
 
 def _missing(source: Source, slots: Sequence[Slot]) -> SourceError:
     listed = "".join(f"\n  - {slot.option}: {slot.title}" for slot in slots)
-    return SourceError(
-        t(
-            pt=f"{source.title()} só traz parte do modelo; faltam:{listed}",
-            en=f"{source.title()} brings only a part of the model; missing:{listed}",
-        ),
-        t(
-            pt="indique os arquivos que você usa no ComfyUI, ou a pasta completa do diffusers em modelo.modelo_base",
-            en="name the files you use in ComfyUI, or give the whole diffusers folder in model.base_model",
-        ),
-        source.what,
+    return SourceError.said(
+        pt=f"{source.title()} só traz parte do modelo; faltam:{listed}",
+        en=f"{source.title()} brings only a part of the model; missing:{listed}",
+        hint_pt="indique os arquivos que você usa no ComfyUI, ou a pasta completa do diffusers em modelo.modelo_base",
+        hint_en="name the files you use in ComfyUI, or give the whole diffusers folder in model.base_model",
+        where=source.what,
     )

@@ -101,20 +101,16 @@ def find_t5_tokenizer(source: Source, folder: str | None, sub: str) -> Any:
     try:
         return _load_t5(Path(hf_hub_download(T5_DOWNLOAD[0], T5_FILE)).parent)
     except hub_errors() as error:
-        raise SourceError(
-            t(
-                pt="não achei o vocabulário do T5: o modelo base não o traz, não está no cache do Hugging Face e o download "
-                "falhou",
-                en="T5's vocabulary was not found: the base does not bring it, it is not in the Hugging Face cache and the "
-                "download failed",
-            ),
-            t(
-                pt=f"ponha o {T5_FILE} de {T5_DOWNLOAD[0]} (1,4 MB) numa subpasta {sub} e indique a pasta em "
-                "modelo.tokenizador",
-                en=f"put the {T5_FILE} of {T5_DOWNLOAD[0]} (1.4 MB) in a sub-folder {sub} and name the folder in "
-                "model.tokenizer",
-            ),
-            shown("model", "tokenizer"),
+        raise SourceError.said(
+            pt="não achei o vocabulário do T5: o modelo base não o traz, não está no cache do Hugging Face e o download "
+            "falhou",
+            en="T5's vocabulary was not found: the base does not bring it, it is not in the Hugging Face cache and the "
+            "download failed",
+            hint_pt=f"ponha o {T5_FILE} de {T5_DOWNLOAD[0]} (1,4 MB) numa subpasta {sub} e indique a pasta em "
+            "modelo.tokenizador",
+            hint_en=f"put the {T5_FILE} of {T5_DOWNLOAD[0]} (1.4 MB) in a sub-folder {sub} and name the folder in "
+            "model.tokenizer",
+            where=shown("model", "tokenizer"),
         ) from error
 
 
@@ -149,13 +145,12 @@ def _vocabulary_folder(folder: Path, sub: str) -> Path:
     for place in (folder, folder / sub, folder / "tokenizer"):
         if _is_vocabulary(place):
             return place
-    raise SourceError(
-        t(pt=f"{folder} não tem vocab.json e merges.txt", en=f"{folder} has no vocab.json and merges.txt"),
-        t(
-            pt="dê a pasta `tokenizer` de um Stable Diffusion no formato diffusers",
-            en="give the `tokenizer` folder of a Stable Diffusion in diffusers' layout",
-        ),
-        shown("model", "tokenizer"),
+    raise SourceError.said(
+        pt=f"{folder} não tem vocab.json e merges.txt",
+        en=f"{folder} has no vocab.json and merges.txt",
+        hint_pt="dê a pasta `tokenizer` de um Stable Diffusion no formato diffusers",
+        hint_en="give the `tokenizer` folder of a Stable Diffusion in diffusers' layout",
+        where=shown("model", "tokenizer"),
     )
 
 
@@ -191,24 +186,20 @@ def _downloaded_if_no_package() -> tuple[Path, Path] | None:
     try:
         vocab, merges = (Path(hf_hub_download(repo, folder + name)) for name in ("vocab.json", "merges.txt"))
     except hub_errors() as error:
-        raise SourceError(
-            t(
-                pt="não achei o vocabulário do CLIP: o modelo base não o traz, não está no cache do Hugging Face, "
-                "nenhum pacote "
-                "instalado o tem e o download falhou",
-                en="CLIP's vocabulary was not found: the base does not bring it, it is not in the Hugging Face cache, "
-                "no "
-                "installed package has it and the download failed",
-            ),
-            t(
-                pt="faça uma destas coisas: `pip install openai-clip`; ou ponha vocab.json e merges.txt (da pasta "
-                "`tokenizer` de "
-                "qualquer Stable Diffusion) numa pasta e indique-a em modelo.tokenizador",
-                en="do one of these: `pip install openai-clip`; or put vocab.json and merges.txt (from the "
-                "`tokenizer` folder of "
-                "any Stable Diffusion) in a folder and name it in model.tokenizer",
-            ),
-            shown("model", "tokenizer"),
+        raise SourceError.said(
+            pt="não achei o vocabulário do CLIP: o modelo base não o traz, não está no cache do Hugging Face, "
+            "nenhum pacote "
+            "instalado o tem e o download falhou",
+            en="CLIP's vocabulary was not found: the base does not bring it, it is not in the Hugging Face cache, "
+            "no "
+            "installed package has it and the download failed",
+            hint_pt="faça uma destas coisas: `pip install openai-clip`; ou ponha vocab.json e merges.txt (da pasta "
+            "`tokenizer` de "
+            "qualquer Stable Diffusion) numa pasta e indique-a em modelo.tokenizador",
+            hint_en="do one of these: `pip install openai-clip`; or put vocab.json and merges.txt (from the "
+            "`tokenizer` folder of "
+            "any Stable Diffusion) in a folder and name it in model.tokenizer",
+            where=shown("model", "tokenizer"),
         ) from error
     return vocab, merges
 

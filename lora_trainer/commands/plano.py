@@ -115,12 +115,11 @@ def plan(loaded: Loaded) -> Planned:
     """Pick, open the architecture, solve and simulate."""
     model = loaded.config.model
     if not model.base_or_architecture and model.family == "auto":
-        raise ConfigError(
-            t(pt="diga o que planejar", en="say what to plan"),
-            t(
-                pt="dê --config, ou modelo.modelo_base=…, ou só a família: modelo.familia=sdxl",
-                en="give --config, or model.base_model=…, or only the family: model.family=sdxl",
-            ),
+        raise ConfigError.said(
+            pt="diga o que planejar",
+            en="say what to plan",
+            hint_pt="dê --config, ou modelo.modelo_base=…, ou só a família: modelo.familia=sdxl",
+            hint_en="give --config, or model.base_model=…, or only the family: model.family=sdxl",
         )
     return plan_for(*settle(loaded))
 

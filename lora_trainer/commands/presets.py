@@ -89,12 +89,11 @@ def _families(loaded: Loaded) -> list[str]:
         return presets.families()
     family = presets.family_of(model.base_or_architecture, model.family)
     if family is None:
-        raise ConfigError(
-            t(pt="não reconheci a família do modelo base", en="the base model's family was not recognised"),
-            t(
-                pt=f"diga qual é: modelo.familia=… ({', '.join(presets.families())})",
-                en=f"say which: model.family=… ({', '.join(presets.families())})",
-            ),
+        raise ConfigError.said(
+            pt="não reconheci a família do modelo base",
+            en="the base model's family was not recognised",
+            hint_pt=f"diga qual é: modelo.familia=… ({', '.join(presets.families())})",
+            hint_en=f"say which: model.family=… ({', '.join(presets.families())})",
         )
     return [family]
 

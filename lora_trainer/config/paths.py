@@ -171,10 +171,9 @@ def prepare_output(folder: Path) -> None:
             os.fsync(probe.fileno())
     except OSError as error:
         shown = names.options()["output", "dir"].shown()
-        raise MachineError(
-            t(
-                pt=f"não consigo gravar em {folder} ({error.strerror})",
-                en=f"cannot write in {folder} ({error.strerror})",
-            ),
-            t(pt=f"escolha outra pasta em `{shown}`", en=f"choose another folder in `{shown}`"),
+        raise MachineError.said(
+            pt=f"não consigo gravar em {folder} ({error.strerror})",
+            en=f"cannot write in {folder} ({error.strerror})",
+            hint_pt=f"escolha outra pasta em `{shown}`",
+            hint_en=f"choose another folder in `{shown}`",
         ) from error

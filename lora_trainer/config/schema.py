@@ -234,10 +234,10 @@ class DataConfig(Section):
     """pt: Versões de cada legenda guardadas no cache quando há embaralhamento ou descarte de etiquetas.
     en: Versions of each caption kept in the cache when tags are shuffled or dropped."""
     max_caption_tokens: Tokens = option("auto", pt="maximo_tokens", elsewhere="max_token_length")
-    """pt: Tokens da legenda que contam; auto: 75 no SD e SDXL (ou 150, 225), os da família nas outras (512 no FLUX;
-    1024 só no Qwen-Image).
-    en: Caption tokens that count; auto: 75 for SD and SDXL (or 150, 225), the family's elsewhere (512 for FLUX; 1024
-    for Qwen-Image only)."""
+    """pt: Tokens da legenda que contam; auto: o usual da família (75 no SD e SDXL, 512 no FLUX). Que outros números servem
+    também depende dela.
+    en: Caption tokens that count; auto: what is usual for the family (75 for SD and SDXL, 512 for FLUX). Which other numbers
+    will do depends on it too."""
     cache_dir: OutputFolder | None = option(None, pt="diretorio_cache")
     """pt: Pasta do cache. Sem valor: `.cache` dentro de saida.diretorio.
     en: Cache folder. Unset: `.cache` inside output.dir."""

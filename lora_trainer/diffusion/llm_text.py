@@ -33,7 +33,7 @@ from ..bases.parts import NOT_OURS, Config, Slot
 from ..bases.weights import Locate, Piece, Spelled
 from ..config.names import shown
 from ..engine.host import is_fake
-from ..errors import SourceError, t
+from ..errors import SourceError
 from ..files.gguf_names import tensor_name
 from ..files.kinds import LANGUAGE_MODEL, VISION_LANGUAGE, Part
 from ..seam.family import Example
@@ -223,24 +223,22 @@ def _check_kind(part: Part, wanted: str, title: str, what: str) -> None:
 
 def another(has: str, wants: str, what: str) -> SourceError:
     """The error for a language model in another's place."""
-    return SourceError(
-        t(
-            pt=f"é um modelo de linguagem {has}, não o {wants}",
-            en=f"this is a {has} language model, not {wants}",
-        ),
-        t(pt=f"dê aqui o {wants}", en=f"give {wants} here"),
-        what,
+    return SourceError.said(
+        pt=f"é um modelo de linguagem {has}, não o {wants}",
+        en=f"this is a {has} language model, not {wants}",
+        hint_pt=f"dê aqui o {wants}",
+        hint_en=f"give {wants} here",
+        where=what,
     )
 
 
 def _too_shallow(has: int, wants: int, what: str) -> SourceError:
-    return SourceError(
-        t(
-            pt=f"o codificador de texto tem {has} camadas, e são precisas {wants}",
-            en=f"the text encoder has {has} layers, {wants} are needed",
-        ),
-        t(pt="o arquivo está incompleto ou é de um modelo menor", en="the file is incomplete or of a smaller model"),
-        what,
+    return SourceError.said(
+        pt=f"o codificador de texto tem {has} camadas, e são precisas {wants}",
+        en=f"the text encoder has {has} layers, {wants} are needed",
+        hint_pt="o arquivo está incompleto ou é de um modelo menor",
+        hint_en="the file is incomplete or of a smaller model",
+        where=what,
     )
 
 

@@ -26,28 +26,23 @@ def prediction_type(source: Source, asked: str, scheduler: Mapping[str, Any], re
     if told in ("epsilon", "v_prediction"):
         return cast(Prediction, told), ""
     if told is not None:
-        raise SourceError(
-            t(
-                pt=f"o modelo base prevê {told}, que não sei treinar",
-                en=f"the base predicts {told}, which cannot be trained",
-            ),
-            t(pt="use um modelo base de predição epsilon ou v", en="use a base that predicts epsilon or v"),
-            source.what,
+        raise SourceError.said(
+            pt=f"o modelo base prevê {told}, que não sei treinar",
+            en=f"the base predicts {told}, which cannot be trained",
+            hint_pt="use um modelo base de predição epsilon ou v",
+            hint_en="use a base that predicts epsilon or v",
+            where=source.what,
         )
     if release == "sd2":
-        raise SourceError(
-            t(
-                pt=f"{source.path.name}: um arquivo SD 2.x não diz se prevê epsilon ou v, e errar estragaria o treino",
-                en=f"{source.path.name}: an SD 2.x file does not tell whether it predicts epsilon or v, and a wrong "
-                f"guess "
-                "would spoil the training",
-            ),
-            t(
-                pt="escreva modelo.tipo_predicao: v (modelos de 768 px, como o 2.1) ou epsilon (modelos base de 512 "
-                "px)",
-                en="set model.prediction_type: v (768 px models such as 2.1) or epsilon (512 px base models)",
-            ),
-            source.what,
+        raise SourceError.said(
+            pt=f"{source.path.name}: um arquivo SD 2.x não diz se prevê epsilon ou v, e errar estragaria o treino",
+            en=f"{source.path.name}: an SD 2.x file does not tell whether it predicts epsilon or v, and a wrong "
+            f"guess "
+            "would spoil the training",
+            hint_pt="escreva modelo.tipo_predicao: v (modelos de 768 px, como o 2.1) ou epsilon (modelos base de 512 "
+            "px)",
+            hint_en="set model.prediction_type: v (768 px models such as 2.1) or epsilon (512 px base models)",
+            where=source.what,
         )
     return "epsilon", ""
 

@@ -137,17 +137,13 @@ class TransformerFamily(DiffusionFamily):
             has, wants = self.width_of(fit.part, fit.entry) * fit.times, int(self.config[fit.wanted])
             wants -= self.width_of(*fit.beside) if fit.beside else 0
             if has != wants:
-                raise SourceError(
-                    t(
-                        pt=f"{fit.part}: largura {has}, mas o transformador espera {wants}",
-                        en=f"{fit.part}: width {has}, but the transformer wants {wants}",
-                    ),
-                    t(
-                        pt=f"o arquivo é de outro modelo; dê o de {self.title}",
-                        en=f"the file is of another model; give that of {self.title}",
-                    ),
-                    self.components[fit.part].what,
-                )  # fmt: skip
+                raise SourceError.said(
+                    pt=f"{fit.part}: largura {has}, mas o transformador espera {wants}",
+                    en=f"{fit.part}: width {has}, but the transformer wants {wants}",
+                    hint_pt=f"o arquivo é de outro modelo; dê o de {self.title}",
+                    hint_en=f"the file is of another model; give that of {self.title}",
+                    where=self.components[fit.part].what,
+                )
 
     def width_of(self, part: str, entry: str) -> int:
         config = self.components[part].config

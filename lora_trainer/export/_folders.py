@@ -56,16 +56,12 @@ def new_folder(folder: Path, nbytes: int = 0) -> Iterator[Path]:
             os.replace(folder, old)
         os.replace(temporary, folder)
     except OSError as error:
-        raise MachineError(
-            t(
-                pt=f"não foi possível gravar a pasta ({_reason(error)})",
-                en=f"the folder could not be written ({_reason(error)})",
-            ),
-            t(
-                pt=f"ela precisa de {nbytes / 2**30:.1f} GiB; libere espaço ou mude saida.diretorio",
-                en=f"it needs {nbytes / 2**30:.1f} GiB; free some space or change output.dir",
-            ),
-            str(folder),
+        raise MachineError.said(
+            pt=f"não foi possível gravar a pasta ({_reason(error)})",
+            en=f"the folder could not be written ({_reason(error)})",
+            hint_pt=f"ela precisa de {nbytes / 2**30:.1f} GiB; libere espaço ou mude saida.diretorio",
+            hint_en=f"it needs {nbytes / 2**30:.1f} GiB; free some space or change output.dir",
+            where=str(folder),
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -88,16 +84,12 @@ def new_file(path: Path, nbytes: int) -> Iterator[Path]:
         with replacing(path) as temporary:
             yield temporary
     except OSError as error:
-        raise MachineError(
-            t(
-                pt=f"não foi possível gravar o arquivo ({_reason(error)})",
-                en=f"the file could not be written ({_reason(error)})",
-            ),
-            t(
-                pt=f"libere {nbytes / 2**20:.0f} MiB ou mude saida.diretorio",
-                en=f"free {nbytes / 2**20:.0f} MiB or change output.dir",
-            ),
-            str(path),
+        raise MachineError.said(
+            pt=f"não foi possível gravar o arquivo ({_reason(error)})",
+            en=f"the file could not be written ({_reason(error)})",
+            hint_pt=f"libere {nbytes / 2**20:.0f} MiB ou mude saida.diretorio",
+            hint_en=f"free {nbytes / 2**20:.0f} MiB or change output.dir",
+            where=str(path),
         ) from error
 
 

@@ -89,12 +89,11 @@ def architecture_for(config: Any) -> str:
     """llama.cpp's name for a model of this config; UserError where none is known."""
     by_type = {known.model_type: name for name, known in ARCHITECTURES.items()} | SAME_AS
     if config.model_type not in by_type:
-        raise UserError(
-            t(
-                pt=f"não sei gravar um LoRA em GGUF para modelos {config.model_type}",
-                en=f"GGUF LoRAs for {config.model_type} models cannot be written",
-            ),
-            t(pt=f"use {WAY_OUT[0]}", en=f"use {WAY_OUT[1]}"),
+        raise UserError.said(
+            pt=f"não sei gravar um LoRA em GGUF para modelos {config.model_type}",
+            en=f"GGUF LoRAs for {config.model_type} models cannot be written",
+            hint_pt=f"use {WAY_OUT[0]}",
+            hint_en=f"use {WAY_OUT[1]}",
         )
     return by_type[config.model_type]
 
@@ -167,15 +166,14 @@ def _values(file: GgufFile, name: str) -> Tensor:
 def _refuse_non_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
     wrong = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
     if wrong:
-        raise DivergedError(
-            t(
-                pt=f"{len(wrong)} tensores do LoRA não são finitos em {tensors[wrong[0]].dtype} ({wrong[0]}, …); nada "
-                "foi gravado",
-                en=f"{len(wrong)} tensors of the LoRA are not finite in {tensors[wrong[0]].dtype} ({wrong[0]}, …); "
-                "nothing was written",
-            ),
-            t(pt="diminua taxa_aprendizado, ou use precisao: fp32", en="lower learning_rate, or use precision: fp32"),
-            str(path),
+        raise DivergedError.said(
+            pt=f"{len(wrong)} tensores do LoRA não são finitos em {tensors[wrong[0]].dtype} ({wrong[0]}, …); nada "
+            "foi gravado",
+            en=f"{len(wrong)} tensors of the LoRA are not finite in {tensors[wrong[0]].dtype} ({wrong[0]}, …); "
+            "nothing was written",
+            hint_pt="diminua taxa_aprendizado, ou use precisao: fp32",
+            hint_en="lower learning_rate, or use precision: fp32",
+            where=str(path),
         )
 
 

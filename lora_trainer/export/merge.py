@@ -115,13 +115,12 @@ def _by_key(family: "CausalLM", lora: Lora) -> dict[str, LoraModule]:
     lost = [path for path, key in keys.items() if key is None and not _is_tied_head(family, path)]
     if lost:
         few = f"{lost[0]}, …"
-        raise SourceError(
-            t(
-                pt=f"não sei mesclar {len(lost)} módulos, cujos pesos o modelo base guarda de outra forma ({few})",
-                en=f"{len(lost)} modules cannot be merged: the base keeps their weights in another form ({few})",
-            ),
-            t(pt="use o adaptador PEFT, que serve do mesmo jeito", en="use the PEFT adapter, which serves as well"),
-            family.source.what,
+        raise SourceError.said(
+            pt=f"não sei mesclar {len(lost)} módulos, cujos pesos o modelo base guarda de outra forma ({few})",
+            en=f"{len(lost)} modules cannot be merged: the base keeps their weights in another form ({few})",
+            hint_pt="use o adaptador PEFT, que serve do mesmo jeito",
+            hint_en="use the PEFT adapter, which serves as well",
+            where=family.source.what,
         )
     return {key: lora[path] for path, key in keys.items() if key is not None and not _is_tied_head(family, path)}
 

@@ -213,16 +213,12 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 def require(condition: bool, path: Path, what: str) -> None:
     if not condition:
-        raise MachineError(
-            t(
-                pt=f"o arquivo foi gravado, mas lido de volta não é o LoRA treinado ({what})",
-                en=f"the file was written, but read back it is not the LoRA that was trained ({what})",
-            ),
-            t(
-                pt=f"não use este arquivo; relate o erro (diffusers {diffusers_library.__version__})",
-                en=f"do not use this file; report the error (diffusers {diffusers_library.__version__})",
-            ),
-            str(path),
+        raise MachineError.said(
+            pt=f"o arquivo foi gravado, mas lido de volta não é o LoRA treinado ({what})",
+            en=f"the file was written, but read back it is not the LoRA that was trained ({what})",
+            hint_pt=f"não use este arquivo; relate o erro (diffusers {diffusers_library.__version__})",
+            hint_en=f"do not use this file; report the error (diffusers {diffusers_library.__version__})",
+            where=str(path),
         )
 
 

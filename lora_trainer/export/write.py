@@ -84,16 +84,12 @@ def cast(tensors: Mapping[str, Tensor], dtype: torch.dtype, path: Path) -> dict[
             stored[key] = value if bool(value.float() == tensor) else tensor
             continue
         if not bool(value.isfinite().all()):
-            raise DivergedError(
-                t(
-                    pt=f"o tensor `{key}` passa do máximo de {dtype}: o treino divergiu",
-                    en=f"tensor `{key}` exceeds the largest {dtype}: the training diverged",
-                ),
-                t(
-                    pt="diminua taxa_aprendizado; para guardar assim mesmo, use precisao: fp32",
-                    en="lower learning_rate; to keep it all the same, use precision: fp32",
-                ),
-                str(path),
+            raise DivergedError.said(
+                pt=f"o tensor `{key}` passa do máximo de {dtype}: o treino divergiu",
+                en=f"tensor `{key}` exceeds the largest {dtype}: the training diverged",
+                hint_pt="diminua taxa_aprendizado; para guardar assim mesmo, use precisao: fp32",
+                hint_en="lower learning_rate; to keep it all the same, use precision: fp32",
+                where=str(path),
             )
         nonzero += int(tensor.count_nonzero())
         flushed += int((tensor != 0).logical_and(value == 0).sum())
@@ -146,14 +142,10 @@ def _needs_balance(matrix: Tensor) -> bool:
 def _refuse_non_finite(modules: Any, path: Path) -> None:
     wrong = [name for name, m in modules.items() if not all(bool(x.isfinite().all()) for x in m.factors.values())]
     if wrong:
-        raise DivergedError(
-            t(
-                pt=f"{len(wrong)} de {len(modules)} módulos do LoRA têm NaN ou infinito ({wrong[0]}, …); nada foi gravado",
-                en=f"{len(wrong)} of {len(modules)} LoRA modules hold NaN or infinity ({wrong[0]}, …); nothing written",
-            ),
-            t(
-                pt="diminua taxa_aprendizado e retome do último arquivo bom",
-                en="lower learning_rate and resume from the last good file",
-            ),
-            str(path),
+        raise DivergedError.said(
+            pt=f"{len(wrong)} de {len(modules)} módulos do LoRA têm NaN ou infinito ({wrong[0]}, …); nada foi gravado",
+            en=f"{len(wrong)} of {len(modules)} LoRA modules hold NaN or infinity ({wrong[0]}, …); nothing written",
+            hint_pt="diminua taxa_aprendizado e retome do último arquivo bom",
+            hint_en="lower learning_rate and resume from the last good file",
+            where=str(path),
         )

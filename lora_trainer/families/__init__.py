@@ -22,12 +22,11 @@ def resolve(model: ModelConfig, data: DataConfig, *, planning: bool = False) -> 
     """
     planned = planning and (model.architecture or model.family != "auto")
     if not model.base_model and not planned:
-        raise ConfigError(
-            t(pt="falta modelo.modelo_base", en="model.base_model is missing"),
-            t(
-                pt="dê um arquivo .safetensors, uma pasta do diffusers ou um id do Hugging Face",
-                en="give a .safetensors file, a diffusers folder or a Hugging Face id",
-            ),
+        raise ConfigError.said(
+            pt="falta modelo.modelo_base",
+            en="model.base_model is missing",
+            hint_pt="dê um arquivo .safetensors, uma pasta do diffusers ou um id do Hugging Face",
+            hint_en="give a .safetensors file, a diffusers folder or a Hugging Face id",
         )
     names = plugins.available(FAMILIES)
     if model.family != "auto" and model.family not in names:
@@ -44,16 +43,12 @@ def resolve(model: ModelConfig, data: DataConfig, *, planning: bool = False) -> 
     chosen = family_class(found)
     if model.family not in ("auto", found):
         wanted = family_class(model.family).title
-        raise SourceError(
-            t(
-                pt=f"familia: {model.family} ({wanted}), mas {source.title()} é {source.looks_like().title()}",
-                en=f"family: {model.family} ({wanted}), but {source.title()} is {source.looks_like().title()}",
-            ),
-            t(
-                pt=f"escreva familia: {found} (ou auto), ou use um modelo base {wanted}",
-                en=f"set family: {found} (or auto), or use a {wanted} base",
-            ),
-            shown("model", "family"),
+        raise SourceError.said(
+            pt=f"familia: {model.family} ({wanted}), mas {source.title()} é {source.looks_like().title()}",
+            en=f"family: {model.family} ({wanted}), but {source.title()} is {source.looks_like().title()}",
+            hint_pt=f"escreva familia: {found} (ou auto), ou use um modelo base {wanted}",
+            hint_en=f"set family: {found} (or auto), or use a {wanted} base",
+            where=shown("model", "family"),
         )
     return chosen.open(source, model, chosen.chosen_tokens(data.max_caption_tokens))
 

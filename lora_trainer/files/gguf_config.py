@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import SourceError, t
+from ..errors import SourceError
 from .gguf_blocks import dequantize
 from .gguf_names import architecture
 from .gguf_reader import GgufFile
@@ -52,16 +52,12 @@ class _Keys:
         return dequantize(self.file.raw(tensor), self.file.tensors[tensor].kind, torch.float32).flatten()
 
     def refuse(self, subject: str) -> None:
-        raise SourceError(
-            t(
-                pt=f"{self.file.path.name}: não sei usar `{subject}` deste arquivo",
-                en=f"{self.file.path.name}: this file's `{subject}` is missing or not understood",
-            ),
-            t(
-                pt="use outro GGUF do mesmo modelo, ou a pasta dele em safetensors",
-                en="use another GGUF of the same model, or its safetensors folder",
-            ),
-            self.what,
+        raise SourceError.said(
+            pt=f"{self.file.path.name}: não sei usar `{subject}` deste arquivo",
+            en=f"{self.file.path.name}: this file's `{subject}` is missing or not understood",
+            hint_pt="use outro GGUF do mesmo modelo, ou a pasta dele em safetensors",
+            hint_en="use another GGUF of the same model, or its safetensors folder",
+            where=self.what,
         )
 
 

@@ -58,16 +58,12 @@ def architecture(file: GgufFile, what: str = "modelo_base") -> Architecture:
         return found
     name = file.architecture or t(pt="sem nome", en="without a name")
     extra = t(pt=" com especialistas (MoE)", en=" with experts (MoE)") if experts else ""
-    raise SourceError(
-        t(
-            pt=f"ainda não leio GGUF da arquitetura {name}{extra}: {file.path.name}",
-            en=f"GGUF files of the architecture {name}{extra} are not read yet: {file.path.name}",
-        ),
-        t(
-            pt=f"use a pasta do modelo em safetensors, ou um GGUF de {', '.join(ARCHITECTURES)}",
-            en=f"use the model's safetensors folder, or a GGUF of {', '.join(ARCHITECTURES)}",
-        ),
-        what,
+    raise SourceError.said(
+        pt=f"ainda não leio GGUF da arquitetura {name}{extra}: {file.path.name}",
+        en=f"GGUF files of the architecture {name}{extra} are not read yet: {file.path.name}",
+        hint_pt=f"use a pasta do modelo em safetensors, ou um GGUF de {', '.join(ARCHITECTURES)}",
+        hint_en=f"use the model's safetensors folder, or a GGUF of {', '.join(ARCHITECTURES)}",
+        where=what,
     )
 
 

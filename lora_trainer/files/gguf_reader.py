@@ -112,24 +112,22 @@ def _parts(path: Path, count: int, what: str) -> list[Path]:
     """All files of a split model, given any of them (llama.cpp's gguf-split names them so)."""
     match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
     if match is None or int(match[2]) != count:
-        raise SourceError(
-            t(
-                pt=f"{path.name} é uma de {count} partes de um modelo, mas foi renomeado",
-                en=f"{path.name} is one of {count} parts of a model, but was renamed",
-            ),
-            t(pt=f"chame as partes de nome-00001-of-{count:05}.gguf, …", en=f"name them x-00001-of-{count:05}.gguf, …"),
-            what,
+        raise SourceError.said(
+            pt=f"{path.name} é uma de {count} partes de um modelo, mas foi renomeado",
+            en=f"{path.name} is one of {count} parts of a model, but was renamed",
+            hint_pt=f"chame as partes de nome-00001-of-{count:05}.gguf, …",
+            hint_en=f"name them x-00001-of-{count:05}.gguf, …",
+            where=what,
         )
     parts = [path.with_name(f"{match[1]}-{number:05}-of-{match[2]}.gguf") for number in range(1, count + 1)]
     missing = [part.name for part in parts if not part.exists()]
     if missing:
-        raise SourceError(
-            t(
-                pt=f"o modelo está dividido em {count} arquivos e faltam {len(missing)}: {', '.join(missing[:4])}",
-                en=f"the model is split over {count} files and {len(missing)} are missing: {', '.join(missing[:4])}",
-            ),
-            t(pt="baixe todas as partes na mesma pasta", en="download all parts into the same folder"),
-            what,
+        raise SourceError.said(
+            pt=f"o modelo está dividido em {count} arquivos e faltam {len(missing)}: {', '.join(missing[:4])}",
+            en=f"the model is split over {count} files and {len(missing)} are missing: {', '.join(missing[:4])}",
+            hint_pt="baixe todas as partes na mesma pasta",
+            hint_en="download all parts into the same folder",
+            where=what,
         )
     return parts
 

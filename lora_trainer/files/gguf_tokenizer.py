@@ -67,14 +67,10 @@ def _known_to_transformers() -> frozenset[str]:
 
 def _refuse(file: GgufFile, reason: str, what: str) -> None:
     kind = file.metadata.get("tokenizer.ggml.model", "?")
-    raise SourceError(
-        t(
-            pt=f"{file.path.name}: não consegui montar o tokenizador ({kind}): {reason}",
-            en=f"{file.path.name}: the tokenizer ({kind}) could not be built: {reason}",
-        ),
-        t(
-            pt="dê em modelo.tokenizador a pasta do modelo original (tokenizer.json, tokenizer_config.json)",
-            en="give the original model's folder (tokenizer.json, tokenizer_config.json) in model.tokenizer",
-        ),
-        what,
+    raise SourceError.said(
+        pt=f"{file.path.name}: não consegui montar o tokenizador ({kind}): {reason}",
+        en=f"{file.path.name}: the tokenizer ({kind}) could not be built: {reason}",
+        hint_pt="dê em modelo.tokenizador a pasta do modelo original (tokenizer.json, tokenizer_config.json)",
+        hint_en="give the original model's folder (tokenizer.json, tokenizer_config.json) in model.tokenizer",
+        where=what,
     )

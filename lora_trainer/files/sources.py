@@ -74,23 +74,21 @@ class Source:
             return [folder / chosen]
         places = (_read_json(folder / chosen, self.what) or {}).get("weight_map")
         if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
-            raise SourceError(
-                t(
-                    pt=f"{folder / chosen} não diz em que arquivo está cada tensor (weight_map)",
-                    en=f"{folder / chosen} does not tell which file holds each tensor (weight_map)",
-                ),
-                t(pt="baixe este arquivo de novo", en="download this file again"),
-                self.what,
+            raise SourceError.said(
+                pt=f"{folder / chosen} não diz em que arquivo está cada tensor (weight_map)",
+                en=f"{folder / chosen} does not tell which file holds each tensor (weight_map)",
+                hint_pt="baixe este arquivo de novo",
+                hint_en="download this file again",
+                where=self.what,
             )
         shards = sorted(set(places.values()))
         if missing := [name for name in shards if name not in names]:
-            raise SourceError(
-                t(
-                    pt=f"{folder}: faltam partes do modelo: {', '.join(missing)}",
-                    en=f"{folder}: parts of the model are missing: {', '.join(missing)}",
-                ),
-                t(pt="baixe as partes que faltam", en="download the missing parts"),
-                self.what,
+            raise SourceError.said(
+                pt=f"{folder}: faltam partes do modelo: {', '.join(missing)}",
+                en=f"{folder}: parts of the model are missing: {', '.join(missing)}",
+                hint_pt="baixe as partes que faltam",
+                hint_en="download the missing parts",
+                where=self.what,
             )
         return [folder / name for name in shards]
 
@@ -147,7 +145,7 @@ def _read_json(path: Path, what: str) -> dict[str, Any] | None:
             what,
         ) from error
     if not isinstance(content, dict):
-        raise SourceError(t(pt=f"{path}: esperava um objeto JSON", en=f"{path}: expected a JSON object"), "", what)
+        raise SourceError.said(pt=f"{path}: esperava um objeto JSON", en=f"{path}: expected a JSON object", where=what)
     return content
 
 
@@ -229,13 +227,12 @@ def _open_folder(path: Path, what: str) -> Source:
     if len(weights) == 1:
         return _open_file(weights[0], what)
     if len(weights) > 1:
-        raise SourceError(
-            t(
-                pt=f"a pasta {path} tem {len(weights)} modelos: {', '.join(p.name for p in weights[:6])}",
-                en=f"the folder {path} has {len(weights)} models: {', '.join(p.name for p in weights[:6])}",
-            ),
-            t(pt="dê o caminho de um deles", en="give the path of one of them"),
-            what,
+        raise SourceError.said(
+            pt=f"a pasta {path} tem {len(weights)} modelos: {', '.join(p.name for p in weights[:6])}",
+            en=f"the folder {path} has {len(weights)} models: {', '.join(p.name for p in weights[:6])}",
+            hint_pt="dê o caminho de um deles",
+            hint_en="give the path of one of them",
+            where=what,
         )
     if pickles := [p for p in files if p.suffix.lower() in PICKLE_SUFFIXES]:
         refuse_pickle(pickles[0], what)
@@ -265,20 +262,16 @@ def _open_hub(hub_id: str, what: str) -> Source:
         path = Path(snapshot_download(hub_id, allow_patterns=wanted))
     except hub_errors() as error:
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SourceError(
-            t(
-                pt=f"{hub_id}: não existe neste computador e não pôde ser baixado ({cause})",
-                en=f"{hub_id}: is not on this computer and could not be downloaded ({cause})",
-            ),
-            t(
-                pt="se é uma pasta ou arquivo seu, confira o caminho; se é um id do Hugging Face, confira o nome, a "
-                "internet "
-                "e, em modelos restritos, rode `hf auth login`",
-                en="if it is your own folder or file, check the path; if it is a Hugging Face id, check its name, the "
-                "network "
-                "and, for gated models, run `hf auth login`",
-            ),
-            what,
+        raise SourceError.said(
+            pt=f"{hub_id}: não existe neste computador e não pôde ser baixado ({cause})",
+            en=f"{hub_id}: is not on this computer and could not be downloaded ({cause})",
+            hint_pt="se é uma pasta ou arquivo seu, confira o caminho; se é um id do Hugging Face, confira o nome, a "
+            "internet "
+            "e, em modelos restritos, rode `hf auth login`",
+            hint_en="if it is your own folder or file, check the path; if it is a Hugging Face id, check its name, the "
+            "network "
+            "and, for gated models, run `hf auth login`",
+            where=what,
         ) from error
     return _open_snapshot(path, hub_id, what)
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ..errors import UserError, t
+from ..errors import UserError
 
 KEPT_STATES = 2
 _NAME = re.compile(r"passo-\d{8,}")
@@ -58,15 +58,11 @@ def save_state(folder: Path, state: State) -> Path:
         raise
     except (OSError, RuntimeError, SafetensorError) as error:  # what a full disk makes torch and safetensors raise
         shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(
-            t(
-                pt=f"não consegui salvar o estado em {folder}: {error}",
-                en=f"could not save the state in {folder}: {error}",
-            ),
-            t(
-                pt="libere espaço em disco; o último estado bom continua lá",
-                en="free some disk space; the last good state is still there",
-            ),
+        raise UserError.said(
+            pt=f"não consegui salvar o estado em {folder}: {error}",
+            en=f"could not save the state in {folder}: {error}",
+            hint_pt="libere espaço em disco; o último estado bom continua lá",
+            hint_en="free some disk space; the last good state is still there",
         ) from error
     for old in _states(folder)[:-KEPT_STATES]:
         shutil.rmtree(old, ignore_errors=True)
@@ -83,15 +79,11 @@ def load_state(folder: Path) -> State | None:
         if (state := _read(path)) is not None:
             return state
     if paths:
-        raise UserError(
-            t(
-                pt=f"nenhum dos estados salvos em {folder} está inteiro: {', '.join(path.name for path in paths)}",
-                en=f"none of the saved states in {folder} is whole: {', '.join(path.name for path in paths)}",
-            ),
-            t(
-                pt="comece de novo com --recomecar (a execução antiga é guardada)",
-                en="start over with --restart (the old run is kept)",
-            ),
+        raise UserError.said(
+            pt=f"nenhum dos estados salvos em {folder} está inteiro: {', '.join(path.name for path in paths)}",
+            en=f"none of the saved states in {folder} is whole: {', '.join(path.name for path in paths)}",
+            hint_pt="comece de novo com --recomecar (a execução antiga é guardada)",
+            hint_en="start over with --restart (the old run is kept)",
         )
     return None
 

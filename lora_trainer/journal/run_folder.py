@@ -87,15 +87,11 @@ class RunFolder:
 def check(folder: RunFolder, *, resume: bool, restart: bool) -> None:
     """An unfinished run needs the user's word. Changes nothing, so it may come before anything else is known."""
     if folder.worth_keeping and not (folder.finished or resume or restart):
-        raise ConfigError(
-            t(
-                pt=f"já existe uma execução não terminada em {folder.path}",
-                en=f"there is an unfinished run in {folder.path}",
-            ),
-            t(
-                pt="continue com --retomar, comece de novo com --recomecar (a antiga é guardada) ou mude saida.nome",
-                en="go on with --resume, start over with --restart (the old one is kept) or change output.name",
-            ),
+        raise ConfigError.said(
+            pt=f"já existe uma execução não terminada em {folder.path}",
+            en=f"there is an unfinished run in {folder.path}",
+            hint_pt="continue com --retomar, comece de novo com --recomecar (a antiga é guardada) ou mude saida.nome",
+            hint_en="go on with --resume, start over with --restart (the old one is kept) or change output.name",
         )
 
 
@@ -148,12 +144,11 @@ class Lock:
         except (OSError, ValueError, KeyError, TypeError, psutil.NoSuchProcess):
             alive = False
         if alive and owner["pid"] != os.getpid():
-            raise MachineError(
-                t(
-                    pt=f"o processo {owner['pid']} já está treinando nesta pasta",
-                    en=f"process {owner['pid']} is already training in this folder",
-                ),
-                t(pt="espere ele terminar ou mude saida.nome", en="wait for it to end or change output.name"),
+            raise MachineError.said(
+                pt=f"o processo {owner['pid']} já está treinando nesta pasta",
+                en=f"process {owner['pid']} is already training in this folder",
+                hint_pt="espere ele terminar ou mude saida.nome",
+                hint_en="wait for it to end or change output.name",
             )
         self.path.unlink(missing_ok=True)
 

@@ -41,7 +41,7 @@ def read_tensors(path: Path, what: str = "") -> tuple[dict[str, Tensor], dict[st
     """Every tensor as stored, and the metadata. `what` is the option that names the file."""
     what = what or shown("model", "initial_lora")
     if not path.is_file():
-        raise SourceError(t(pt=f"o arquivo {path} não existe", en=f"the file {path} does not exist"), where=what)
+        raise SourceError.said(pt=f"o arquivo {path} não existe", en=f"the file {path} does not exist", where=what)
     _, metadata = read_header(path, what)
     try:
         return load_file(path), metadata
@@ -109,20 +109,17 @@ def _as_float32(key: str, tensor: Tensor, path: Path) -> Tensor:
 def refuse_other_kinds(tensors: Mapping[str, Tensor], path: Path) -> None:
     kind = next((kind for mark, kind in _OTHER_KINDS.items() if any(mark in key for key in tensors)), None)
     if kind:
-        raise SourceError(
-            t(pt=f"o arquivo é um {kind}, não um LoRA comum", en=f"the file is a {kind}, not a plain LoRA"),
-            t(
-                pt="use um LoRA com lora_down/lora_up ou lora_A/lora_B",
-                en="use a LoRA with lora_down/lora_up or lora_A/lora_B",
-            ),
-            str(path),
+        raise SourceError.said(
+            pt=f"o arquivo é um {kind}, não um LoRA comum",
+            en=f"the file is a {kind}, not a plain LoRA",
+            hint_pt="use um LoRA com lora_down/lora_up ou lora_A/lora_B",
+            hint_en="use a LoRA with lora_down/lora_up or lora_A/lora_B",
+            where=str(path),
         )
     if not any(".lora" in key for key in tensors):
-        raise SourceError(
-            t(
-                pt="o arquivo não tem camadas LoRA; parece um modelo completo ou outro tipo de arquivo",
-                en="the file has no LoRA layers; it looks like a whole model or another kind of file",
-            ),
+        raise SourceError.said(
+            pt="o arquivo não tem camadas LoRA; parece um modelo completo ou outro tipo de arquivo",
+            en="the file has no LoRA layers; it looks like a whole model or another kind of file",
             where=str(path),
         )
 

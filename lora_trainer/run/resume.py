@@ -40,15 +40,11 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     lines = {key: f"{_shown(key)}: {_said(key, before.get(key))} → {_said(key, now[key])}" for key in changed}
     spoiling = "; ".join(lines[key] for key in changed if key.startswith("model.") or key in FIXED)
     if spoiling:
-        raise ConfigError(
-            t(
-                pt=f"não dá para retomar com outras opções de modelo ou otimizador ({spoiling})",
-                en=f"cannot resume with other options of model or optimizer ({spoiling})",
-            ),
-            t(
-                pt="volte às de antes, ou comece de novo com --recomecar (a execução antiga é guardada)",
-                en="go back to those before, or start over with --restart (the old run is kept)",
-            ),
+        raise ConfigError.said(
+            pt=f"não dá para retomar com outras opções de modelo ou otimizador ({spoiling})",
+            en=f"cannot resume with other options of model or optimizer ({spoiling})",
+            hint_pt="volte às de antes, ou comece de novo com --recomecar (a execução antiga é guardada)",
+            hint_en="go back to those before, or start over with --restart (the old run is kept)",
         )
     return [t(pt=f"mudou desde o estado salvo: {one}", en=f"changed since the saved state: {one}") for one in lines.values()]
 

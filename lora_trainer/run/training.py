@@ -314,12 +314,11 @@ class Training:
     def save_state(self, step: int) -> None:
         """A full disk is told, and training goes on (at the end, to the file that matters); when stopping, an error."""
         if not self.setup.adapter.is_finite():
-            raise DivergedError(
-                t(
-                    pt=f"o LoRA tem valores não finitos no passo {step}; nada foi gravado",
-                    en=f"the LoRA is not finite at step {step}; nothing was written",
-                ),
-                t(pt="reduza treino.taxa_aprendizado", en="lower training.learning_rate"),
+            raise DivergedError.said(
+                pt=f"o LoRA tem valores não finitos no passo {step}; nada foi gravado",
+                en=f"the LoRA is not finite at step {step}; nothing was written",
+                hint_pt="reduza treino.taxa_aprendizado",
+                hint_en="lower training.learning_rate",
             )
         self._write_state(self._state(step))
         self.last_state = time.monotonic()

@@ -132,13 +132,12 @@ class Family(ABC):
         """`saida.formatos` with `auto` replaced; raises ConfigError for formats of other families."""
         wrong = [name for name in asked if name not in ("auto", *cls.formats)]
         if wrong:
-            raise ConfigError(
-                t(
-                    pt=f"{wrong[0]} não é um formato de {cls.title}",
-                    en=f"{wrong[0]} is not a format of {cls.title}",
-                ),
-                t(pt=f"use {', '.join(cls.formats)}", en=f"use {', '.join(cls.formats)}"),
-                shown("output", "formats"),
+            raise ConfigError.said(
+                pt=f"{wrong[0]} não é um formato de {cls.title}",
+                en=f"{wrong[0]} is not a format of {cls.title}",
+                hint_pt=f"use {', '.join(cls.formats)}",
+                hint_en=f"use {', '.join(cls.formats)}",
+                where=shown("output", "formats"),
             )
         usual = next(iter(cls.formats))
         return tuple(dict.fromkeys(usual if name == "auto" else name for name in asked))

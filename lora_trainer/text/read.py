@@ -84,7 +84,7 @@ def raise_bad(bad: list[str]) -> None:
 def _files(path: Path, recursive: bool, exclude: Iterable[Path], notes: Notes) -> list[tuple[Path, str]]:
     """(file, its name in messages)."""
     if not path.exists():
-        raise DataError(t(pt=f"não existe: {path}", en=f"does not exist: {path}"), where=shown("data", "data_dir"))
+        raise DataError.said(pt=f"não existe: {path}", en=f"does not exist: {path}", where=shown("data", "data_dir"))
     if path.is_file():
         return [(path, printable(nfc(path.name)))]
     found = walk(path, recursive=recursive, exclude=exclude, suffixes=frozenset((*TABLES, *DOCUMENTS)))
@@ -117,7 +117,7 @@ def _read(path: Path, name: str, guessed: list[str]) -> FileRows:
             return read_parquet(path, name)
         data = path.read_bytes()
     except OSError as error:
-        raise DataError(t(pt=f"não consigo ler: {error.strerror}", en=f"unreadable: {error.strerror}"), "", name) from error
+        raise DataError.said(pt=f"não consigo ler: {error.strerror}", en=f"unreadable: {error.strerror}", where=name) from error
     if problem := _not_text(data, path):
         raise DataError(problem, "", name)
     decoded = decode(data)

@@ -267,5 +267,5 @@ def _unrecognised(row: Row, wanted: str) -> str:
 
 def _nothing_usable(notes: Notes) -> DataError:
     if not notes.excluded:
-        return DataError(t(pt="os arquivos não têm nenhuma linha de dados", en="the files hold no row of data"))
+        return DataError.said(pt="os arquivos não têm nenhuma linha de dados", en="the files hold no row of data")
     return notes.nothing_left(**NOTHING_USABLE)

@@ -175,13 +175,12 @@ def _stored_config(source: Source, settings: ModelConfig) -> dict[str, Any]:
         source = Source(Path(settings.architecture), "folder", shown("model", "architecture"))
     config = source.config("")
     if config is None:
-        raise SourceError(
-            t(pt=f"{source.title()} não traz config.json", en=f"{source.title()} brings no config.json"),
-            t(
-                pt="dê a pasta do modelo (config.json, tokenizador e pesos), ou em modelo.arquitetura a pasta que o tem",
-                en="give the model's folder (config.json, tokenizer and weights), or in model.architecture one that has it",
-            ),
-            source.what,
+        raise SourceError.said(
+            pt=f"{source.title()} não traz config.json",
+            en=f"{source.title()} brings no config.json",
+            hint_pt="dê a pasta do modelo (config.json, tokenizador e pesos), ou em modelo.arquitetura a pasta que o tem",
+            hint_en="give the model's folder (config.json, tokenizer and weights), or in model.architecture one that has it",
+            where=source.what,
         )
     return config
 
@@ -192,16 +191,12 @@ def _typed_config(stored: Mapping[str, Any], source: Source) -> Any:
 
     kind = str(stored.get("model_type", ""))
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in CONFIG_MAPPING:
-        raise SourceError(
-            t(
-                pt=f"este transformers não conhece modelos de linguagem do tipo {kind!r}",
-                en=f"this transformers knows no causal language model of type {kind!r}",
-            ),
-            t(
-                pt="atualize o transformers; modelos que trazem código próprio não são executados",
-                en="update transformers; models that bring code of their own are not run",
-            ),
-            source.what,
+        raise SourceError.said(
+            pt=f"este transformers não conhece modelos de linguagem do tipo {kind!r}",
+            en=f"this transformers knows no causal language model of type {kind!r}",
+            hint_pt="atualize o transformers; modelos que trazem código próprio não são executados",
+            hint_en="update transformers; models that bring code of their own are not run",
+            where=source.what,
         )
     try:
         return CONFIG_MAPPING[kind].from_dict(dict(stored))
@@ -230,16 +225,12 @@ def _refuse_quantised(stored: Mapping[str, Any], source: Source) -> None:
     if not told:
         return
     method = told.get("quant_method", "?") if isinstance(told, Mapping) else told
-    raise SourceError(
-        t(
-            pt=f"{source.title()} já está quantizado ({method}), e só leio pesos de 16 ou 32 bits e GGUF",
-            en=f"{source.title()} is quantised already ({method}); only 16 and 32-bit weights and GGUF are read",
-        ),
-        t(
-            pt="use o modelo original: com memoria.quantizacao_base: nf4 ele é quantizado ao ser lido",
-            en="use the original model: with memory.base_quantization: nf4 it is quantised as it is read",
-        ),
-        source.what,
+    raise SourceError.said(
+        pt=f"{source.title()} já está quantizado ({method}), e só leio pesos de 16 ou 32 bits e GGUF",
+        en=f"{source.title()} is quantised already ({method}); only 16 and 32-bit weights and GGUF are read",
+        hint_pt="use o modelo original: com memoria.quantizacao_base: nf4 ele é quantizado ao ser lido",
+        hint_en="use the original model: with memory.base_quantization: nf4 it is quantised as it is read",
+        where=source.what,
     )
 
 
@@ -254,13 +245,12 @@ def _check_trainable(model: Any, source: Source) -> None:
     else:
         return
     known = "Llama, Qwen, Mistral, Gemma, Phi, SmolLM, Granite …"
-    raise SourceError(
-        t(
-            pt=f"{kind.__name__} não é treinável aqui: {reason}",
-            en=f"{kind.__name__} cannot be trained here: it {reason}",
-        ),
-        t(pt=f"use um modelo {known}", en=f"use a model such as {known}"),
-        source.what,
+    raise SourceError.said(
+        pt=f"{kind.__name__} não é treinável aqui: {reason}",
+        en=f"{kind.__name__} cannot be trained here: it {reason}",
+        hint_pt=f"use um modelo {known}",
+        hint_en=f"use a model such as {known}",
+        where=source.what,
     )
 
 
@@ -290,14 +280,10 @@ def load_tokenizer(where: Path, source: Source) -> Any:
         cause = (str(error).splitlines() or [type(error).__name__])[0]
         if not any((where / name).is_file() for name in TOKENIZER_FILES):
             cause = t(pt="a pasta não tem tokenizer.json", en="the folder has no tokenizer.json")
-        raise SourceError(
-            t(
-                pt=f"não consegui carregar o tokenizador de {where}: {cause}",
-                en=f"cannot load the tokenizer of {where}: {cause}",
-            ),
-            t(
-                pt="a pasta precisa de tokenizer.json e tokenizer_config.json; ou indique outra em modelo.tokenizador",
-                en="the folder needs tokenizer.json and tokenizer_config.json; or name another in model.tokenizer",
-            ),
-            source.what if own else shown("model", "tokenizer"),
+        raise SourceError.said(
+            pt=f"não consegui carregar o tokenizador de {where}: {cause}",
+            en=f"cannot load the tokenizer of {where}: {cause}",
+            hint_pt="a pasta precisa de tokenizer.json e tokenizer_config.json; ou indique outra em modelo.tokenizador",
+            hint_en="the folder needs tokenizer.json and tokenizer_config.json; or name another in model.tokenizer",
+            where=source.what if own else shown("model", "tokenizer"),
         ) from error

@@ -20,7 +20,7 @@ from ...bases.architecture import shipped_folder
 from ...bases.refusal import refusal
 from ...config.names import shown
 from ...config.schema import Config, DataConfig, ModelConfig, TrainingConfig
-from ...errors import ConfigError, t
+from ...errors import ConfigError
 from ...files.arch import releases
 from ...files.gguf_names import ARCHITECTURES
 from ...files.gguf_reader import open_gguf
@@ -253,23 +253,21 @@ def _device(model: nn.ModuleDict) -> torch.device:
 
 
 def _cannot_pack(config: Any) -> ConfigError:
-    return ConfigError(
-        t(
-            pt=f"{config.model_type} tem camadas recorrentes: textos empacotados numa linha se misturariam",
-            en=f"{config.model_type} has recurrent layers: texts packed into one row would mix",
-        ),
-        t(pt="desligue o empacotamento", en="turn packing off"),
+    return ConfigError.said(
+        pt=f"{config.model_type} tem camadas recorrentes: textos empacotados numa linha se misturariam",
+        en=f"{config.model_type} has recurrent layers: texts packed into one row would mix",
+        hint_pt="desligue o empacotamento",
+        hint_en="turn packing off",
     )
 
 
 def _no_text_encoder() -> ConfigError:
-    return ConfigError(
-        t(
-            pt="um modelo de linguagem não tem codificador de texto à parte: ele mesmo é treinado",
-            en="a language model has no text encoder beside it: it is itself what is trained",
-        ),
-        t(pt="apague a linha", en="delete the line"),
-        shown("model", "train_text_encoder"),
+    return ConfigError.said(
+        pt="um modelo de linguagem não tem codificador de texto à parte: ele mesmo é treinado",
+        en="a language model has no text encoder beside it: it is itself what is trained",
+        hint_pt="apague a linha",
+        hint_en="delete the line",
+        where=shown("model", "train_text_encoder"),
     )
 
 

@@ -10,15 +10,13 @@ def refuse_controls(networks: Networks, source: Source) -> None:
     config = networks.components["transformer"].config
     has, takes = int(config["in_channels"]), int(networks.components["vae"].config["latent_channels"]) * PATCH**2
     if (has > takes and has % takes == 0) or has == 384:
-        raise SourceError(
-            t(
-                pt=f"{source.title()} é um FLUX.1 Fill, Depth ou Canny ({has} canais de entrada)",
-                en=f"{source.title()} is a FLUX.1 Fill, Depth or Canny ({has} input channels)",
-            ),
-            t(pt="use o FLUX.1 dev de que ele foi feito; o LoRA também funciona na variante",
-              en="use the FLUX.1 dev it was made from; the LoRA works on the variant as well"),
-            source.what,
-        )  # fmt: skip
+        raise SourceError.said(
+            pt=f"{source.title()} é um FLUX.1 Fill, Depth ou Canny ({has} canais de entrada)",
+            en=f"{source.title()} is a FLUX.1 Fill, Depth or Canny ({has} input channels)",
+            hint_pt="use o FLUX.1 dev de que ele foi feito; o LoRA também funciona na variante",
+            hint_en="use the FLUX.1 dev it was made from; the LoRA works on the variant as well",
+            where=source.what,
+        )
 
 
 def schnell_notice() -> str:

@@ -77,16 +77,12 @@ def find_tokenizer(source: Source, settings: ModelConfig, release: Release) -> A
     known = {} if source.planning else tokenizer.get_vocab()
     missing = [mark for mark in (*release.marks, release.pad) if not source.planning and mark not in known]
     if missing:
-        raise SourceError(
-            t(
-                pt=f"o tokenizador não é o do {release.vocabulary}: falta {', '.join(missing)}",
-                en=f"the tokenizer is not {release.vocabulary}'s: {', '.join(missing)} is missing",
-            ),
-            t(
-                pt=f"indique em modelo.tokenizador a pasta do tokenizador de {release.places[0][0]}",
-                en=f"name the tokenizer folder of {release.places[0][0]} in model.tokenizer",
-            ),
-            shown("model", "tokenizer"),
+        raise SourceError.said(
+            pt=f"o tokenizador não é o do {release.vocabulary}: falta {', '.join(missing)}",
+            en=f"the tokenizer is not {release.vocabulary}'s: {', '.join(missing)} is missing",
+            hint_pt=f"indique em modelo.tokenizador a pasta do tokenizador de {release.places[0][0]}",
+            hint_en=f"name the tokenizer folder of {release.places[0][0]} in model.tokenizer",
+            where=shown("model", "tokenizer"),
         )
     return tokenizer
 

@@ -36,13 +36,12 @@ def turbo_notice(steps: int) -> str:
 def refuse_unknown(components: Mapping[str, Component], source: Source) -> None:
     config, encoder = components["transformer"].config, components["text_encoder"]
     if int(config.get("patch_size", 1)) != 1 or not config.get("causal_condition", True):
-        raise SourceError(
-            t(
-                pt=f"{source.title()} é uma variante do Qwen-Image 2.1 que não conheço",
-                en=f"{source.title()} is a variant of Qwen-Image 2.1 that is not known here",
-            ),
-            t(pt="use o Qwen-Image 2.1 publicado", en="use Qwen-Image 2.1 as published"),
-            source.what,
+        raise SourceError.said(
+            pt=f"{source.title()} é uma variante do Qwen-Image 2.1 que não conheço",
+            en=f"{source.title()} is a variant of Qwen-Image 2.1 that is not known here",
+            hint_pt="use o Qwen-Image 2.1 publicado",
+            hint_en="use Qwen-Image 2.1 as published",
+            where=source.what,
         )
     if isinstance(encoder.weights, GgufWeights) and encoder.weights.file.architecture == "qwen3":
         raise llm_text.another("Qwen3", "Qwen3-VL", encoder.what)

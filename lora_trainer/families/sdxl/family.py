@@ -15,7 +15,7 @@ from ...bases.components import Networks
 from ...config.names import shown
 from ...diffusion import clip_text
 from ...diffusion.unet_family import UNetFamily
-from ...errors import ConfigError, t
+from ...errors import ConfigError
 from ...seam.family import Batch, Example, Framing
 from .signature import SIGNATURE
 
@@ -33,13 +33,12 @@ class SDXL(UNetFamily):
     @classmethod
     def check_clip_skip(cls, clip_skip: int, release: str, networks: Networks) -> None:
         if clip_skip > PENULTIMATE:
-            raise ConfigError(
-                t(
-                    pt=f"pular_clip: {clip_skip}, mas o SDXL usa sempre a penúltima camada",
-                    en=f"clip_skip: {clip_skip}, but SDXL always uses the penultimate layer",
-                ),
-                t(pt="retire a chave", en="remove the key"),
-                shown("model", "clip_skip"),
+            raise ConfigError.said(
+                pt=f"pular_clip: {clip_skip}, mas o SDXL usa sempre a penúltima camada",
+                en=f"clip_skip: {clip_skip}, but SDXL always uses the penultimate layer",
+                hint_pt="retire a chave",
+                hint_en="remove the key",
+                where=shown("model", "clip_skip"),
             )
 
     def tokenizers(self) -> list[Any]:

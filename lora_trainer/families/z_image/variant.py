@@ -61,11 +61,10 @@ def turbo_notice() -> str:
 
 def refuse_omni(networks: Networks, source: Source) -> None:
     if networks.components["transformer"].config.get("siglip_feat_dim"):
-        raise SourceError(
-            t(
-                pt=f"{source.title()} é um Z-Image Omni ou Edit, que também lê imagens",
-                en=f"{source.title()} is a Z-Image Omni or Edit, which reads pictures too",
-            ),
-            t(pt="use o Z-Image base ou o Turbo", en="use the Z-Image base or Turbo"),
-            source.what,
+        raise SourceError.said(
+            pt=f"{source.title()} é um Z-Image Omni ou Edit, que também lê imagens",
+            en=f"{source.title()} is a Z-Image Omni or Edit, which reads pictures too",
+            hint_pt="use o Z-Image base ou o Turbo",
+            hint_en="use the Z-Image base or Turbo",
+            where=source.what,
         )
