@@ -97,7 +97,10 @@ DEPTH = Kind("depth", "um checkpoint de profundidade (5 canais)", "a depth check
 UNCLIP = Kind("unclip", "um Stable Diffusion unCLIP", "a Stable Diffusion unCLIP", _ORDINARY)
 SDXL_REFINER = Kind(
     "sdxl_refiner", "um SDXL refiner", "an SDXL refiner",
-    Words(pt="use o SDXL base; o refiner é só para a geração de imagens", en="use the SDXL base; the refiner is for making images only"),
+    Words(
+        pt="use o SDXL base; o refiner é só para a geração de imagens",
+        en="use the SDXL base; the refiner is for making images only",
+    ),
 )  # fmt: skip
 UNET = Kind(
     "unet", "só uma UNet, sem VAE nem codificador de texto", "a UNet alone, without VAE or text encoder",
