@@ -1,0 +1,48 @@
+"""The pretended card (README.md here), checked in processes of its own: it must be loaded before torch."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+sys.path.insert(0, str(HERE / "emucuda"))
+import build  # noqa: E402  (by itself: the package would load the library)
+
+pytestmark = pytest.mark.skipif(bool(build.impossible()), reason=str(build.impossible()))
+ONE_CARD = {"EMU_CARDS": "1"}
+PROCESSES = {
+    "card": (ONE_CARD, ["check_card.py", "check_allocator.py", "check_attention.py"]),
+    "expandable": ({**ONE_CARD, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}, ["check_expandable.py"]),
+    "two cards": ({"EMU_CARDS": "2"}, ["check_two_cards.py"]),
+    "faults": (ONE_CARD, ["check_faults.py"]),
+    "training": (ONE_CARD, ["check_training.py"]),
+}
+
+
+@pytest.fixture(scope="session")
+def library():
+    """Built once, then found by the hash of its sources."""
+    return build.library()
+
+
+def environment(own: dict[str, str]) -> dict[str, str]:
+    usual = {key: value for key, value in os.environ.items() if not key.startswith(("EMU_", "PYTORCH_"))}
+    paths = [str(path) for path in (HERE, ROOT, ROOT / "tests", ROOT / "tests" / "recipes")]
+    cache = {"EMU_CACHE": os.environ["EMU_CACHE"]} if "EMU_CACHE" in os.environ else {}
+    return {**usual, **cache, **own, "PYTHONPATH": os.pathsep.join(paths), "TORCHDYNAMO_DISABLE": "1"}
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("name", PROCESSES)
+def test_on_the_card(name: str, tmp_path: Path):
+    own, files = PROCESSES[name]
+    arguments = ["-q", "--tb=short", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "inner")]
+    paths = [str(HERE / "checks" / file) for file in files]
+    command = [sys.executable, "-m", "emucuda", "-m", "pytest", *arguments, *paths]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment({**own, "LORA_TRAINER_CACHE": str(tmp_path)}), capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
