@@ -57,7 +57,9 @@ def test_a_limit_is_kept_or_refused():
 # -- segments
 
 
-@pytest.mark.parametrize(("mib", "reserved"), [(0.001, 2), (1, 2), (1.001, 20), (9.9, 20), (10, 10), (11, 12), (21, 22)])
+@pytest.mark.parametrize(
+    ("mib", "reserved"), [(0.001, 2), (1, 2), (1.001, 20), (9.9, 20), (10, 10), (11, 12), (21, 22)]
+)
 def test_segment_sizes(mib, reserved):
     kept = tensor(mib)
     assert torch.cuda.memory_reserved() == reserved * MIB
@@ -110,8 +112,7 @@ def test_empty_cache_gives_back_what_is_whole():
 
 def test_at_the_limit_cached_segments_are_given_back_and_it_is_tried_again():
     torch.cuda.set_per_process_memory_fraction(100 * MIB / torch.cuda.mem_get_info()[1])
-    kept = tensor(60)
-    del kept
+    tensor(60)
     kept = tensor(70)
     stats = torch.cuda.memory_stats()
     assert stats["num_alloc_retries"] >= 1
@@ -121,6 +122,7 @@ def test_at_the_limit_cached_segments_are_given_back_and_it_is_tried_again():
     assert torch.cuda.memory_stats()["num_ooms"] == stats["num_ooms"] + 1
     tensor(30)
     assert torch.cuda.max_memory_reserved() == 100 * MIB
+    del kept
 
 
 def test_a_card_is_full_when_context_and_others_leave_nothing():
@@ -187,8 +189,7 @@ def test_short_memory_waits_for_the_streams():
 
 
 def test_statistics_and_peaks():
-    kept = tensor(30)
-    del kept
+    tensor(30)
     kept = tensor(3)
     assert torch.cuda.max_memory_allocated() == 30 * MIB
     torch.cuda.reset_peak_memory_stats()
@@ -197,6 +198,7 @@ def test_statistics_and_peaks():
     assert stats["inactive_split_bytes.all.current"] == 27 * MIB
     assert stats["reserved_bytes.large_pool.current"] == torch.cuda.memory_reserved() == 30 * MIB
     assert "Tot Alloc" in torch.cuda.memory_summary()
+    del kept
 
 
 def test_snapshot_and_trace():

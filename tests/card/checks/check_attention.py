@@ -20,7 +20,9 @@ def inputs(shape, dtype, *, keys=None, heads=None, device="cuda", grad=True):
     """(B, H, L, D) queries, keys and values as models make them: heads split off a projection."""
     generator, (batch, count, length, dim) = torch.Generator().manual_seed(0), shape
     sizes = [(count, length), (heads or count, keys or length), (heads or count, keys or length)]
-    drawn = [torch.randn(batch, rows, h, dim, generator=generator).to(device, dtype).transpose(1, 2) for h, rows in sizes]
+    drawn = [
+        torch.randn(batch, rows, h, dim, generator=generator).to(device, dtype).transpose(1, 2) for h, rows in sizes
+    ]
     return [x.detach().requires_grad_(grad) for x in drawn]
 
 
@@ -75,13 +77,17 @@ def test_torchs_questions_have_the_same_answer(card):
 
 
 @pytest.mark.parametrize("capability", [7.5, 8.0])
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"mask": True}, {"heads": 2, "enable_gqa": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"mask": True}, {"heads": 2, "enable_gqa": True}], ids=str
+)
 def test_numbers_and_gradients_are_the_cpus(card, capability, options):
     card(capability)
     found = []
     for device in ("cpu", "cuda"):
         given = dict(options)
-        q, k, v = inputs((2, 4, 40, 64), FLOAT if capability < 8 else BF16, heads=given.pop("heads", None), device=device)
+        q, k, v = inputs(
+            (2, 4, 40, 64), FLOAT if capability < 8 else BF16, heads=given.pop("heads", None), device=device
+        )
         if given.pop("mask", False):
             given["attn_mask"] = (torch.arange(40, device=device) < 30).expand(2, 1, 40, 40)
         out = F.scaled_dot_product_attention(q, k, v, **given)

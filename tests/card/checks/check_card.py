@@ -268,14 +268,16 @@ def test_the_nth_allocation_fails_once():
 
 def test_nvml_tells_of_the_card(monkeypatch):
     pynvml = pytest.importorskip("pynvml")
-    monkeypatch.setenv("EMU_OTHERS", str(1 << 30))
+    emucuda.set_card(others=1 << 30)
     x = torch.ones(1 << 20, device="cuda")
     handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     assert memory.total == torch.cuda.mem_get_info()[1] == memory.free + memory.used
     assert memory.used > (1 << 30) + torch.cuda.memory_reserved() >= x.nbytes
-    assert [process.usedGpuMemory for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)][0] == 1 << 30
+    other, own = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    assert other.usedGpuMemory == memory.used - own.usedGpuMemory == 1 << 30
     assert pynvml.nvmlSystemGetDriverVersion() == "570.00"
+    emucuda.set_card(others=0)
     monkeypatch.setenv("EMU_NO_NVML", "1")
     with pytest.raises(pynvml.NVMLError):
         pynvml.nvmlInit()

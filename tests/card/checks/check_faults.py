@@ -16,7 +16,7 @@ from torch import nn
 from lora_trainer.engine import streaming
 from lora_trainer.runtime.recover import Shortage, attempt, free_memory
 from lora_trainer.seam.family import BlockGroup
-from lora_trainer.techniques import MemoryPlan, activation_offload, optimizer_offload
+from lora_trainer.techniques import MemoryPlan, activation_offload
 from lora_trainer.techniques.activation_offload import ActivationOffload
 from lora_trainer.techniques.block_streaming import BlockStreaming
 from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
@@ -110,7 +110,6 @@ def verdict(plain):
     try:
         found = train("cuda", ALL, offloaded=True)
     except RuntimeError as error:
-        assert "emucuda: " in str(error)
         return str(error)
     if not all(torch.isfinite(one).all() for one in found):
         return "poison"
@@ -125,7 +124,7 @@ def test_the_product_is_clean(plain):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_noticed(monkeypatch, plain, fault):
     mutate(monkeypatch, *FAULTS[fault])
-    assert verdict(plain) is not None
+    assert "emucuda: " in (found := verdict(plain) or "") or found == "poison"
     torch.cuda.synchronize()
     emucuda.clear()
 

@@ -17,10 +17,15 @@ OFFLOADS = {
     "treino.checkpoint_gradiente": "sim",
 }
 
+KNOWN = ("unlocked-source: ", "freed-in-use: ")
+"""Not yet mended: the ring's slots, and the host memory they are filled from, are dropped with a copy ahead under way."""
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("user"), treino={"epocas": 1, "precisao_mista": "nao"}, memoria={"preset": "nenhum"})
+    return make(
+        tmp_path_factory.mktemp("user"), treino={"epocas": 1, "precisao_mista": "nao"}, memoria={"preset": "nenhum"}
+    )
 
 
 def trained(config, name, **options):
@@ -47,3 +52,5 @@ def test_the_adapter_is_the_cpus(config, on_cpu, monkeypatch, offloads):
     assert torch.cuda.memory_allocated() == 0, emucuda.live()
     assert emucuda.count("locked") == 0
     assert not offloads or emucuda.count("h2d.async") > 0
+    assert [line for line in emucuda.reports() if not line.startswith(KNOWN if offloads else ())] == []
+    emucuda.clear()

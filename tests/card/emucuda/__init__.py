@@ -8,15 +8,15 @@ import sys
 
 assert "torch" not in sys.modules, "emucuda must be imported before torch: CUDA's hooks are looked up once"
 
-from . import card
+from . import card  # noqa: E402
 
 card.load()
 
 with contextlib.suppress(ImportError):
     import bitsandbytes  # noqa: F401  (before CUDA seems there: it then takes its CPU library)
 
-from . import nvml, torch_cuda
-from .card import clear, count, counts, forbid, lag, live, no_kernels, oom_after, reports, set_card
+from . import nvml, torch_cuda  # noqa: E402
+from .card import clear, count, counts, forbid, lag, live, no_kernels, oom_after, reports, set_card  # noqa: E402
 
 torch_cuda.install()
 nvml.install()

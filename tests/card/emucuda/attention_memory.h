@@ -1,8 +1,11 @@
-// What the fused attention kernels allocate beside their results. Sources: aten/src/ATen/native/transformers/cuda, flash_attn
-// (flash_api.cpp) and mem_eff_attention (kernel_backward.h, kernels/cutlassB.h, which torch's wheel carries).
+// What the fused attention kernels allocate beside their results. Sources: aten/src/ATen/native/transformers/cuda,
+// flash_attn (flash_api.cpp) and mem_eff_attention (kernel_backward.h, kernels/cutlassB.h, which torch's wheel
+// carries).
 #pragma once
 #include <algorithm>
 #include <cstdint>
+
+#include "segments.h"
 
 namespace emu {
 
@@ -11,13 +14,12 @@ struct Shape {  // of one attention: batch, heads, queries, keys, dimension of a
   bool half;  // 16-bit inputs
 };
 
-inline int64_t up_to(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
-
 // flash: dq is summed in float32, in (B, L rounded to 128, H, D rounded).
-inline int64_t flash_dim(int64_t dim) { return up_to(dim, dim <= 128 ? 32 : 64); }
-inline int64_t flash_queries(int64_t queries) { return up_to(queries, 128); }
+inline int64_t flash_dim(int64_t dim) { return up(dim, dim <= 128 ? 32 : 64); }
+inline int64_t flash_queries(int64_t queries) { return up(queries, 128); }
 
-// Memory-efficient, forward: 16-bit results of heads over 128 are gathered in float32 (no kernel holds them in registers).
+// Memory-efficient, forward: 16-bit results of heads over 128 are gathered in float32 (no kernel holds them in
+// registers).
 inline bool gathers_output(const Shape& s) { return s.half && s.dim > 128; }
 
 // Memory-efficient, backward: the kernel that PyTorch chooses is the first whose shared memory the card has.
@@ -48,12 +50,12 @@ inline int64_t efficient_workspace(const Shape& s, int capability) {
   const EfficientKernel kernel = efficient_kernel(s, capability);
   const bool stages = s.half && !kernel.keeps_output, sums_dq = s.half || capability >= 70;
   int64_t floats = 0;
-  if (stages) floats += 2 * efficient_splits(s, kernel, true) * kernel.columns * up_to(s.dim, kernel.rows);
+  if (stages) floats += 2 * efficient_splits(s, kernel, true) * kernel.columns * up(s.dim, kernel.rows);
   if (sums_dq) {
     const int64_t tile = kernel.rows * kernel.columns + 4;  // a lock, a counter and padding before each tile
     floats += (s.queries + kernel.rows - 1) / kernel.rows * ((s.dim + kernel.columns - 1) / kernel.columns) * tile;
   }
-  return s.batch * s.heads * up_to(floats, 4) * int64_t(sizeof(float));
+  return s.batch * s.heads * up(floats, 4) * int64_t(sizeof(float));
 }
 
 }  // namespace emu

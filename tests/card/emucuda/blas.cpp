@@ -5,11 +5,14 @@
 namespace emu {
 
 // ATen/cuda/CublasHandlePool.cpp: ":4096:2:16:8", from Hopper on 32 MiB; cuBLASLt shares it (unified since torch 2.9).
-static size_t workspace_size() { return options.capability == 90 || options.capability == 100 ? 32 * MIB : (4096 * 2 + 16 * 8) * 1024; }
+static size_t workspace_size() {
+  return options.capability == 90 || options.capability == 100 ? 32 * MIB : (4096 * 2 + 16 * 8) * 1024;
+}
 
 bool multiplies(const std::string& op) {
-  static const std::set<std::string> names = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addbmm", "aten::mv", "aten::addmv",
-                                              "aten::dot", "aten::vdot", "aten::_addmm_activation", "aten::_int_mm", "aten::_scaled_mm"};
+  static const std::set<std::string> names = {
+      "aten::mm",    "aten::addmm", "aten::bmm",  "aten::baddbmm",           "aten::addbmm",  "aten::mv",
+      "aten::addmv", "aten::dot",   "aten::vdot", "aten::_addmm_activation", "aten::_int_mm", "aten::_scaled_mm"};
   return names.count(op) > 0;
 }
 

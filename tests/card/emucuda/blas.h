@@ -1,4 +1,5 @@
-// cuBLAS' workspaces: one per handle (a host thread's) and stream, taken through the caching allocator at the first product.
+// cuBLAS' workspaces: one per handle (a host thread's) and stream, taken through the caching allocator at the first
+// product.
 #pragma once
 #include <string>
 

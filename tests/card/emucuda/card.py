@@ -17,6 +17,7 @@ _RETURNS = {
     "emu_allocated": ctypes.c_int64,
     "emu_process_bytes": ctypes.c_int64,
     "emu_count": ctypes.c_int64,
+    "emu_option_value": ctypes.c_int64,
 }
 _TAKES = {
     "emu_set_cap": (ctypes.c_int, ctypes.c_int64),
@@ -25,6 +26,7 @@ _TAKES = {
     "emu_oom_after": (ctypes.c_int64,),
     "emu_forbid": (ctypes.c_uint64,),
     "emu_option": (ctypes.c_char_p, ctypes.c_int64),
+    "emu_option_value": (ctypes.c_char_p,),
     "emu_count": (ctypes.c_char_p,),
     "emu_touch_device": (ctypes.c_char_p,),
     "emu_seed": (ctypes.c_int, ctypes.c_int64),

@@ -23,7 +23,8 @@ static std::string kind_of(bool asynchronous, bool locked, bool non_blocking) {
 }
 
 static void host_race(const char* direction, int agent, const Pending& other, const char* does) {
-  report("host-race", c10::str("a copy ", direction, " on the ", name_of(agent), does, name_of(other.agent), other.to_host ? " still writes" : " still reads"));
+  report("host-race", c10::str("a copy ", direction, " on the ", name_of(agent), does, name_of(other.agent),
+                               other.to_host ? " still writes" : " still reads"));
 }
 
 struct Copy {
@@ -47,7 +48,9 @@ struct Copy {
       shown.push_back(&other);
     }
     if (!asynchronous && !shown.empty())
-      report("host-read-in-flight", "the host reads page-locked memory that a copy from the card is still to fill (blocking or staged copy from it)");
+      report("host-read-in-flight",
+             "the host reads page-locked memory that a copy from the card is still to fill (blocking or staged copy "
+             "from it)");
     to.copy_(from);
     const uint64_t hash = asynchronous ? hash_of(host.at, host.size) : 0;
     for (Pending* other : shown) std::memset(other->host, 0xFF, other->size);
@@ -58,7 +61,8 @@ struct Copy {
   void to_host() {
     for (auto& other : pending) {
       if (!other.overlaps(host.at, host.size)) continue;
-      if (seen()[other.agent] < other.when) host_race("to the host", launch.agent, other, " writes host memory that a copy on the ");
+      if (seen()[other.agent] < other.when)
+        host_race("to the host", launch.agent, other, " writes host memory that a copy on the ");
       const bool covered = host.at <= other.host && other.host + other.size <= host.at + host.size;
       if (other.to_host && !covered) std::memcpy(other.host, other.bytes.data(), other.size);
       other.closed = true;
@@ -66,7 +70,8 @@ struct Copy {
     if (!asynchronous) host_joins(seen());  // what waits there comes first
     to.copy_(from);
     if (!asynchronous) return;
-    pending.push_back({true, host.at, host.size, launch.agent, now(), std::vector<char>(host.at, host.at + host.size), 0});
+    pending.push_back(
+        {true, host.at, host.size, launch.agent, now(), std::vector<char>(host.at, host.at + host.size), 0});
     std::memset(host.at, 0xFF, host.size);
   }
 };
@@ -96,7 +101,10 @@ static Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
     between_cards(self, src);
     return self;
   }
-  Launch launch(both ? "copy_" : self.is_cuda() ? "copy_ to the card" : "copy_ to the host", card_of(to_host ? src : self));
+  Launch launch(both             ? "copy_"
+                : self.is_cuda() ? "copy_ to the card"
+                                 : "copy_ to the host",
+                card_of(to_host ? src : self));
   Aliases aliases;
   launch.touch(src, false);
   launch.touch(self, true);
@@ -107,7 +115,8 @@ static Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
     return self;
   }
   const Span host = span_of(to_host ? self : src);
-  const bool direct = self.scalar_type() == src.scalar_type() && self.sizes() == src.sizes() && self.is_contiguous() && src.is_contiguous();
+  const bool direct = self.scalar_type() == src.scalar_type() && self.sizes() == src.sizes() && self.is_contiguous() &&
+                      src.is_contiguous();
   Copy copy{launch, to, from, host, non_blocking && host.locked && direct, non_blocking};
   {
     Lock guard(big_lock);

@@ -1,4 +1,5 @@
-// What a CPU-only libtorch leaves empty for CUDA: device guard (cards, streams, events), hooks, and the allocator's place.
+// What a CPU-only libtorch leaves empty for CUDA: device guard (cards, streams, events), hooks, and the allocator's
+// place.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -23,7 +24,8 @@ static int agent_of(const Stream& s) { return agent_of(s.device_index(), int(s.i
 static int card_or_current(Device d) { return d.has_index() ? d.index() : current_card; }
 
 void set_card(int card) {
-  TORCH_CHECK(card >= 0 && card < options.cards, "CUDA error: invalid device ordinal (", card, " of ", options.cards, ")");
+  TORCH_CHECK(card >= 0 && card < options.cards, "CUDA error: invalid device ordinal (", card, " of ", options.cards,
+              ")");
   current_card = card;
 }
 
@@ -82,7 +84,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   double elapsedTime(void*, void*, const DeviceIndex) const override { return 1.0; }  // ms: there is no time here
 
-  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& s) const override { record_stream(data.get(), agent_of(s)); }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& s) const override {
+    record_stream(data.get(), agent_of(s));
+  }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 
@@ -115,7 +119,9 @@ struct Hooks final : at::CUDAHooksInterface {
     Block* block = block_of(at);
     return device(block ? block->card : current_card);
   }
-  const at::Generator& getDefaultGenerator(DeviceIndex card) const override { return generator_of(card < 0 ? current_card : card); }
+  const at::Generator& getDefaultGenerator(DeviceIndex card) const override {
+    return generator_of(card < 0 ? current_card : card);
+  }
   at::Generator getNewGenerator(DeviceIndex) const override { return at::make_generator<at::CPUGeneratorImpl>(); }
   void deviceSynchronize(DeviceIndex card) const override { host_waits_for_card(card); }
 };

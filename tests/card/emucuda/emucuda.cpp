@@ -1,6 +1,7 @@
 // The whole library in one translation unit: torch's headers, which cost most of the build, are read once.
 #include "state.cpp"
 #include "segments.cpp"
+#include "expandable.cpp"
 #include "memory.cpp"
 #include "host.cpp"
 #include "launch.cpp"

@@ -13,17 +13,20 @@
 
 namespace emu {
 
-static int chosen(std::optional<at::Device> device) { return device && device->has_index() ? device->index() : current_card; }
-
-static Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device> device,
-                    std::optional<bool>, std::optional<at::MemoryFormat> format) {
-  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator_of(chosen(device)), c10::DispatchKeySet(c10::DispatchKey::CUDA),
-                                   c10::dtype_or_default(dtype), format);
+static int chosen(std::optional<at::Device> device) {
+  return device && device->has_index() ? device->index() : current_card;
 }
 
-static Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                            std::optional<at::Device> device, std::optional<bool>) {
-  return empty_on(chosen(device), C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), c10::dtype_or_default(dtype));
+static Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                    std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator_of(chosen(device)),
+                                   c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype), format);
+}
+
+static Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
+                            std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+  return empty_on(chosen(device), C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+                  c10::dtype_or_default(dtype));
 }
 
 static void move_bytes(const c10::DataPtr& to, c10::StorageImpl* from) {
@@ -60,12 +63,14 @@ static std::vector<int64_t> contiguous_strides(at::IntArrayRef sizes) {
   return strides;
 }
 
-static Tensor& set_storage_(Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+static Tensor& set_storage_(Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size,
+                            c10::SymIntArrayRef stride) {
   const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(std::move(source));
   const auto strides = contiguous_strides(sizes);
-  impl->set_sizes_and_strides(sizes, stride.empty() ? at::IntArrayRef(strides) : C10_AS_INTARRAYREF_SLOW(stride), offset.guard_int(__FILE__, __LINE__));
+  impl->set_sizes_and_strides(sizes, stride.empty() ? at::IntArrayRef(strides) : C10_AS_INTARRAYREF_SLOW(stride),
+                              offset.guard_int(__FILE__, __LINE__));
   return self;
 }
 
@@ -80,8 +85,9 @@ static Tensor& set_nothing_(Tensor& self) {
 }
 
 static bool is_set_to(const Tensor& self, const Tensor& other) {
-  return self.storage().unsafeGetStorageImpl() == other.storage().unsafeGetStorageImpl() && self.storage_offset() == other.storage_offset() &&
-         self.sizes() == other.sizes() && self.strides() == other.strides();
+  return self.storage().unsafeGetStorageImpl() == other.storage().unsafeGetStorageImpl() &&
+         self.storage_offset() == other.storage_offset() && self.sizes() == other.sizes() &&
+         self.strides() == other.strides();
 }
 
 }  // namespace emu

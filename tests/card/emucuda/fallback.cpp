@@ -15,8 +15,9 @@ using Stack = torch::jit::Stack;
 
 // Operators whose result's size depends on values: the host waits for them.
 static bool waits_for_values(const std::string& op) {
-  static const std::set<std::string> names = {"aten::nonzero",           "aten::masked_select", "aten::_unique2", "aten::unique_dim",
-                                              "aten::unique_consecutive", "aten::bincount",      "aten::histc"};
+  static const std::set<std::string> names = {"aten::nonzero",    "aten::masked_select",      "aten::_unique2",
+                                              "aten::unique_dim", "aten::unique_consecutive", "aten::bincount",
+                                              "aten::histc"};
   return names.count(op) > 0;
 }
 
@@ -29,13 +30,20 @@ struct Call {
   bool waits, indexes;
 
   Call(const c10::OperatorHandle& op, Stack* stack, int card)
-      : op(op), stack(stack), launch(op.schema().name(), card), waits(waits_for_values(launch.what)),
-        indexes(launch.what == "aten::index" || launch.what == "aten::index_put_" || launch.what == "aten::_index_put_impl_") {}
+      : op(op),
+        stack(stack),
+        launch(op.schema().name(), card),
+        waits(waits_for_values(launch.what)),
+        indexes(launch.what == "aten::index" || launch.what == "aten::index_put_" ||
+                launch.what == "aten::_index_put_impl_") {}
 
   void refuse_host_tensor(const Tensor& t, const c10::Argument& argument, bool writes) {
-    TORCH_CHECK(t.dim() == 0 || indexes || t.device().is_meta(), "Expected all tensors to be on the same device, but found at least two devices, cuda:", launch.card, " and ",
-                t.device().str(), "! (emucuda: argument ", argument.name(), " of ", launch.what, ", shape ", t.sizes(), ")");
-    TORCH_CHECK(!writes || t.dim() != 0 || op.schema().arguments().size() == 1, "emucuda: ", launch.what, " writes the CPU tensor ", argument.name());
+    TORCH_CHECK(t.dim() == 0 || indexes || t.device().is_meta(),
+                "Expected all tensors to be on the same device, but found at least two devices, cuda:", launch.card,
+                " and ", t.device().str(), "! (emucuda: argument ", argument.name(), " of ", launch.what, ", shape ",
+                t.sizes(), ")");
+    TORCH_CHECK(!writes || t.dim() != 0 || op.schema().arguments().size() == 1, "emucuda: ", launch.what,
+                " writes the CPU tensor ", argument.name());
   }
 
   Tensor argument(const Tensor& t, const c10::Argument& argument, bool in_list) {
@@ -46,8 +54,10 @@ struct Call {
       if (indexes && in_list) waits = true, counts["cpu_index"]++;
       return t;
     }
-    TORCH_CHECK(card_of(t) == launch.card, "Expected all tensors to be on the same device, but found at least two devices, cuda:", launch.card, " and cuda:", card_of(t),
-                "! (emucuda: argument ", argument.name(), " of ", launch.what, ", shape ", t.sizes(), ")");
+    TORCH_CHECK(card_of(t) == launch.card,
+                "Expected all tensors to be on the same device, but found at least two devices, cuda:", launch.card,
+                " and cuda:", card_of(t), "! (emucuda: argument ", argument.name(), " of ", launch.what, ", shape ",
+                t.sizes(), ")");
     if (indexes && in_list && (t.scalar_type() == at::kBool || t.scalar_type() == at::kByte)) waits = true;
     launch.touch(t, writes);
     if (writes && argument.kwarg_only() && t.numel() == 0) {
@@ -74,7 +84,8 @@ struct Call {
       value = list;
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<Tensor>> list;
-      for (const std::optional<Tensor>& t : value.toOptionalTensorVector()) list.push_back(t ? std::optional<Tensor>(change(*t, true)) : t);
+      for (const std::optional<Tensor>& t : value.toOptionalTensorVector())
+        list.push_back(t ? std::optional<Tensor>(change(*t, true)) : t);
       value = list;
     }
   }
@@ -130,7 +141,8 @@ static int card_of_call(const c10::OperatorHandle& op, const Stack& stack) {
     if (value.isTensorList())
       for (const Tensor& t : value.toTensorVector())
         if (t.defined() && t.is_cuda()) return card_of(t);
-    if (value.isDevice() && value.toDevice().is_cuda() && value.toDevice().has_index()) asked = value.toDevice().index();
+    if (value.isDevice() && value.toDevice().is_cuda() && value.toDevice().has_index())
+      asked = value.toDevice().index();
   }
   return asked.value_or(current_card);
 }
@@ -153,6 +165,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&emu::fallback>()); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
-  for (const char* name : {"convolution", "convolution_backward", "native_group_norm", "native_layer_norm", "native_batch_norm", "embedding_renorm_"})
+  for (const char* name : {"convolution", "convolution_backward", "native_group_norm", "native_layer_norm",
+                           "native_batch_norm", "embedding_renorm_"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&emu::fallback>());
 }

@@ -35,7 +35,8 @@ static void show(Pending& copy) {
 }
 
 static void check_source(Pending& copy) {
-  if (hash_of(copy.host, copy.size) != copy.hash) report("host-source-changed", "host memory changed while a copy from it to the card was under way");
+  if (hash_of(copy.host, copy.size) != copy.hash)
+    report("host-source-changed", "host memory changed while a copy from it to the card was under way");
   copy.closed = true;
 }
 
@@ -44,7 +45,8 @@ void host_joins(const Clock& clock) {
   join(clocks[HOST], clock);
   for (bool to_host : {true, false})
     for (auto& copy : pending)
-      if (copy.to_host == to_host && !copy.closed && clocks[HOST][copy.agent] >= copy.when) to_host ? show(copy) : check_source(copy);
+      if (copy.to_host == to_host && !copy.closed && clocks[HOST][copy.agent] >= copy.when)
+        to_host ? show(copy) : check_source(copy);
   std::erase_if(pending, [](const Pending& copy) { return copy.closed; });
 }
 
@@ -84,7 +86,8 @@ void unlock_host(char* at, bool deferred) {
     if (copy.overlaps(found->first, found->second)) {
       if (!deferred)
         report(copy.to_host ? "unlocked-in-flight" : "unlocked-source",
-               c10::str("page-locked memory (", found->second, " bytes) was unregistered while a copy ", copy.to_host ? "into" : "from", " it was under way"));
+               c10::str("page-locked memory (", found->second, " bytes) was unregistered while a copy ",
+                        copy.to_host ? "into" : "from", " it was under way"));
       copy.closed = true;
     }
   counts["locked"] -= found->second;

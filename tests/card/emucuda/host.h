@@ -1,7 +1,7 @@
 // Page-locked host memory, and the copies between it and the card that the host has not waited for.
 //
-// A copy from the card leaves poison (0xFF: NaN) behind until the host has waited; what was copied is shown then. A copy to
-// the card may read its source until then: if the bytes have changed meanwhile, that is reported.
+// A copy from the card leaves poison (0xFF: NaN) behind until the host has waited; what was copied is shown then. A
+// copy to the card may read its source until then: if the bytes have changed meanwhile, that is reported.
 #pragma once
 #include <c10/core/Allocator.h>
 

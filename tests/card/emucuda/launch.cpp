@@ -30,8 +30,9 @@ void Launch::check_order(const Block& block, bool writes) const {
   const Clock& seen = clocks[agent];
   auto check = [&](int other, const Access& access, const char* how) {
     if (other != agent && seen[other] < access.when)
-      report("race", c10::str(what, writes ? " writes" : " reads", " block ", block.id, " (", block.size, " bytes) on the ", name_of(agent), ", but nothing orders it after ",
-                              access.what, ", which ", how, " it on the ", name_of(other)));
+      report("race", c10::str(what, writes ? " writes" : " reads", " block ", block.id, " (", block.size,
+                              " bytes) on the ", name_of(agent), ", but nothing orders it after ", access.what,
+                              ", which ", how, " it on the ", name_of(other)));
   };
   if (block.writer >= 0) check(block.writer, block.write, "writes");
   if (!writes) return;
@@ -59,11 +60,13 @@ void Launch::touch(const Tensor& tensor, bool writes) {
 // -- tensors
 
 Tensor empty_on(int card, at::IntArrayRef sizes, at::ScalarType dtype) {
-  return at::detail::empty_generic(sizes, &allocator_of(card), c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype, std::nullopt);
+  return at::detail::empty_generic(sizes, &allocator_of(card), c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype,
+                                   std::nullopt);
 }
 
 Tensor empty_on(int card, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
-  return at::detail::empty_strided_generic(sizes, strides, &allocator_of(card), c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype);
+  return at::detail::empty_strided_generic(sizes, strides, &allocator_of(card),
+                                           c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype);
 }
 
 void copy_bytes(const Tensor& to, const Tensor& from) {
@@ -85,7 +88,8 @@ Tensor Aliases::of(const Tensor& tensor) {
     c10::Storage storage(c10::Storage::use_byte_size_t(), tensor.storage().nbytes(), std::move(bytes), nullptr, false);
     found = storages_.emplace(impl, std::move(storage)).first;
   }
-  Tensor alias = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(found->second), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+  Tensor alias = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(found->second),
+                                                          c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
   alias.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
   mark_lazy(alias, tensor);
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) alias.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -100,7 +104,8 @@ Tensor Aliases::back(const Tensor& result, Launch& launch) {
   for (auto& [impl, storage] : storages_)
     if (result.has_storage() && storage.unsafeGetStorageImpl() == result.storage().unsafeGetStorageImpl()) {
       c10::Storage own(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(impl));
-      Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, std::move(own), c10::DispatchKeySet(c10::DispatchKey::CUDA), result.dtype());
+      Tensor view = at::detail::make_tensor<c10::TensorImpl>(
+          c10::TensorImpl::VIEW, std::move(own), c10::DispatchKeySet(c10::DispatchKey::CUDA), result.dtype());
       view.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides(), result.storage_offset());
       mark_lazy(view, result);
       return view;

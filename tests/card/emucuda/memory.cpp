@@ -57,17 +57,20 @@ int64_t free_bytes(int card) {
 
 static std::string gib(int64_t bytes) {
   char text[32];
-  std::snprintf(text, sizeof text, bytes >= int64_t(1) << 30 ? "%.2f GiB" : "%.2f MiB", bytes / (bytes >= int64_t(1) << 30 ? 1073741824.0 : 1048576.0));
+  std::snprintf(text, sizeof text, bytes >= int64_t(1) << 30 ? "%.2f GiB" : "%.2f MiB",
+                bytes / (bytes >= int64_t(1) << 30 ? 1073741824.0 : 1048576.0));
   return text;
 }
 
 [[noreturn]] static void out_of_memory(int card, size_t bytes, bool injected) {
   const Segments& segments = segments_of(card);
   counts["ooms"]++;
-  TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", gib(bytes), ". GPU ", card, " has a total capacity of ", gib(options.total),
-                   " of which ", gib(free_bytes(card)), " is free. ", segments.cap == INT64_MAX ? "" : gib(segments.cap) + " allowed; ", "Of the allocated memory ",
-                   gib(segments.allocated()), " is allocated by PyTorch, and ", gib(segments.reserved() - segments.allocated()),
-                   " is reserved by PyTorch but unallocated.", injected ? " (injected)" : "", " (emucuda: in ", doing, ")");
+  TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", gib(bytes), ". GPU ", card,
+                   " has a total capacity of ", gib(options.total), " of which ", gib(free_bytes(card)), " is free. ",
+                   segments.cap == INT64_MAX ? "" : gib(segments.cap) + " allowed; ", "Of the allocated memory ",
+                   gib(segments.allocated()), " is allocated by PyTorch, and ",
+                   gib(segments.reserved() - segments.allocated()), " is reserved by PyTorch but unallocated.",
+                   injected ? " (injected)" : "", " (emucuda: in ", doing, ")");
 }
 
 static bool fails_now(size_t bytes) {
@@ -100,7 +103,8 @@ c10::DataPtr CardAllocator::allocate_on(int card, size_t bytes) {
   if (!piece) out_of_memory(card, bytes, false);
   const size_t mapped = (bytes + 4095) / 4096 * 4096;
   char* base = map_bytes(bytes, mapped);
-  Block block{.id = ++block_count, .base = base, .size = bytes, .mapped = mapped, .card = card, .agent = agent, .piece = piece};
+  Block block{
+      .id = ++block_count, .base = base, .size = bytes, .mapped = mapped, .card = card, .agent = agent, .piece = piece};
   // Memory comes from its stream's pool: earlier tenants' kernels there may still run. As a write of that stream.
   join(clocks[agent], clocks[HOST]);
   block.writer = agent;
@@ -116,8 +120,9 @@ static void check_unused(const Block& block) {
   join(seen, clocks[HOST]);
   auto check = [&](int agent, const Access& access) {
     if (agent != block.agent && !block.recorded.count(agent) && seen[agent] < access.when)
-      report("freed-in-use", c10::str("block ", block.id, " (", block.size, " bytes, of the ", name_of(block.agent), ") was freed while ", access.what, " on the ",
-                                      name_of(agent), " may still use it: no record_stream and no wait before"));
+      report("freed-in-use", c10::str("block ", block.id, " (", block.size, " bytes, of the ", name_of(block.agent),
+                                      ") was freed while ", access.what, " on the ", name_of(agent),
+                                      " may still use it: no record_stream and no wait before"));
   };
   if (block.writer >= 0) check(block.writer, block.write);
   for (auto& [agent, access] : block.reads) check(agent, access);
@@ -141,7 +146,9 @@ c10::DeleterFnPtr CardAllocator::raw_deleter() const { return &let_go; }
 void CardAllocator::copy_data(void* to, const void* from, std::size_t bytes) const { std::memmove(to, from, bytes); }
 c10::DataPtr OneCardsAllocator::allocate(size_t bytes) { return allocator.allocate_on(card, bytes); }
 c10::DeleterFnPtr OneCardsAllocator::raw_deleter() const { return &let_go; }
-void OneCardsAllocator::copy_data(void* to, const void* from, std::size_t bytes) const { std::memmove(to, from, bytes); }
+void OneCardsAllocator::copy_data(void* to, const void* from, std::size_t bytes) const {
+  std::memmove(to, from, bytes);
+}
 
 // -- looking at it
 
@@ -154,7 +161,8 @@ Block* block_of(const void* at) {
 
 void open_block(Block* block, bool on) {
   if (!block || !options.protects) return;
-  if (on ? block->open++ == 0 : --block->open == 0) mprotect(block->base, block->mapped, on ? PROT_READ | PROT_WRITE : PROT_NONE);
+  if (on ? block->open++ == 0 : --block->open == 0)
+    mprotect(block->base, block->mapped, on ? PROT_READ | PROT_WRITE : PROT_NONE);
 }
 
 void record_stream(const void* at, int agent) {

@@ -1,7 +1,8 @@
 // The card's memory: PyTorch's caching allocator above (segments.h), and for each tensor bytes of its own below.
 //
-// A tensor's bytes are an mmap of their own, so that a look at freed memory, or at the card's from the host, is a SIGSEGV:
-// outside of kernels the pages are locked away. data_ptr() is that mmap's; the allocator's addresses are numbers only.
+// A tensor's bytes are an mmap of their own, so that a look at freed memory, or at the card's from the host, is a
+// SIGSEGV: outside of kernels the pages are locked away. data_ptr() is that mmap's; the allocator's addresses are
+// numbers only.
 #pragma once
 #include <c10/core/Allocator.h>
 

@@ -20,14 +20,13 @@ def uuid(index: int) -> str:
 
 
 def memory(index: int, *_: Any) -> SimpleNamespace:
-    total, others = lib.emu_total(), int(os.environ.get("EMU_OTHERS", 0))
-    used = others + lib.emu_process_bytes(index)
+    total, used = lib.emu_total(), lib.emu_option_value(b"others") + lib.emu_process_bytes(index)
     return SimpleNamespace(total=total, used=used, free=total - used)
 
 
 def processes(index: int) -> list[SimpleNamespace]:
     """Those with a context: perhaps another one, and this one from its first use of the card on."""
-    held = {OTHER: int(os.environ.get("EMU_OTHERS", 0)), os.getpid(): lib.emu_process_bytes(index)}
+    held = {OTHER: lib.emu_option_value(b"others"), os.getpid(): lib.emu_process_bytes(index)}
     return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in held.items() if used]
 
 

@@ -1,4 +1,5 @@
-// A trace of a real card's allocator (data/traces) through `Segments`: the same reserved peak, the same number of segments?
+// A trace of a real card's allocator (data/traces) through `Segments`: the same reserved peak, the same number of
+// segments?
 #include "segments.h"
 
 #include <deque>
@@ -18,9 +19,11 @@ static void adopt_all(Segments& segments, const Rows& ranges, const Rows& live, 
   for (auto& [base, size] : ranges) {
     const int64_t end = base + size;
     Rows cuts;
-    for (auto it = std::lower_bound(live.begin(), live.end(), std::make_pair(base, int64_t(0))); it != live.end() && it->first < end; ++it)
+    for (auto it = std::lower_bound(live.begin(), live.end(), std::make_pair(base, int64_t(0)));
+         it != live.end() && it->first < end; ++it)
       cuts.push_back(*it);
-    const bool small = size == 2 * MIB && std::all_of(cuts.begin(), cuts.end(), [](auto& cut) { return cut.second <= MIB; });
+    const bool small =
+        size == 2 * MIB && std::all_of(cuts.begin(), cuts.end(), [](auto& cut) { return cut.second <= MIB; });
     for (Piece* piece : segments.adopt(base, size, small, cuts)) pieces[piece->address] = piece;
   }
 }
@@ -54,7 +57,8 @@ std::vector<int64_t> replay(at::IntArrayRef ranges, at::IntArrayRef live, at::In
       segments.give(here.at(address));
       here.erase(address);
     } else if (kind == 'r') {
-      TORCH_CHECK(segments.drop_segment(address, size), "replay: the segment given back at event ", i / 3, " is not cached");
+      TORCH_CHECK(segments.drop_segment(address, size), "replay: the segment given back at event ", i / 3,
+                  " is not cached");
     }
   }
   return {segments.stats[Segments::RESERVED_BYTES][Segments::ALL].peak, count, segments.reserved()};

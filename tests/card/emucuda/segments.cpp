@@ -4,9 +4,7 @@
 
 namespace emu {
 
-constexpr int64_t BLOCK = 512, SMALL_LIMIT = MIB, SMALL_BUFFER = 2 * MIB, LARGE_BUFFER = 20 * MIB, MIN_LARGE = 10 * MIB, ROUND_LARGE = 2 * MIB;
-
-static int64_t up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
+constexpr int64_t BLOCK = 512, SMALL_LIMIT = MIB, MIN_LARGE = 10 * MIB, ROUND_LARGE = 2 * MIB;
 
 void Stat::add(int64_t amount) {
   current += amount;
@@ -70,7 +68,9 @@ Piece* Segments::best_fit(int64_t size, int stream, bool small) {
   if (found == pool.end() || (*found)->stream != stream) return nullptr;
   if (expandable) {  // a piece that can grow counts as large as it can become: better keep it
     auto reach = [](const Piece* p) { return p->size + (p->after && !p->after->mapped ? p->after->size : 0); };
-    for (auto next = std::next(found); next != pool.end() && (*next)->stream == stream && reach(*next) < reach(*found); ++next) found = next;
+    for (auto next = std::next(found); next != pool.end() && (*next)->stream == stream && reach(*next) < reach(*found);
+         ++next)
+      found = next;
   }
   Piece* piece = *found;
   pool.erase(found);
@@ -173,8 +173,10 @@ void Segments::release(Piece* piece) {
 // Returns the bytes gained: none where the neighbour is in use, or mapped where this is not.
 int64_t Segments::merge(Piece* into, Piece* other) {
   if (!other || !other->usable() || into->mapped != other->mapped) return 0;
-  if (other->mapped) cached(into->small).erase(other);
-  else holes(into->small).erase(other);
+  if (other->mapped)
+    cached(into->small).erase(other);
+  else
+    holes(into->small).erase(other);
   if (into->before == other) {
     into->address = other->address;
     into->before = other->before;
@@ -194,8 +196,10 @@ void Segments::give_back() {
   for (bool small : {false, true}) {
     const std::vector<Piece*> waiting(cached(small).begin(), cached(small).end());
     for (Piece* piece : waiting) {
-      if (piece->expandable) unmap(piece);
-      else if (!piece->split()) drop(piece);
+      if (piece->expandable)
+        unmap(piece);
+      else if (!piece->split())
+        drop(piece);
     }
   }
 }
@@ -214,90 +218,6 @@ void Segments::reset_peaks() {
     for (auto& stat : kind) stat.peak = stat.current;
 }
 
-// -- expandable segments: one range of addresses per pool and stream, mapped from its beginning as needed
-
-Piece* Segments::grow(int64_t size, int stream, bool small) {
-  Piece* piece = find_growable(size, stream, small);
-  if (!piece->mapped && !map(piece, std::min(piece->size, size))) return nullptr;
-  while (piece->size < size) {
-    Piece* next = piece->after;
-    if (!map(next, std::min(size - piece->size, next->size))) return nullptr;
-    piece = next;
-  }
-  cached(small).erase(piece);
-  return piece;
-}
-
-Piece* Segments::find_growable(int64_t size, int stream, bool small) {
-  for (Piece* hole : holes(small)) {
-    if (hole->stream != stream) continue;
-    Piece* start = hole->before && hole->before->usable() ? hole->before : hole;
-    int64_t reach = 0;
-    for (Piece* p = start; reach < size && p && p->usable(); p = p->after) reach += p->size;
-    if (reach >= size) return start;
-  }
-  const int64_t space = up(total + total / 8, small ? SMALL_BUFFER : LARGE_BUFFER);
-  Piece* made = make({.address = next_, .size = space, .stream = stream, .small = small, .base = next_, .expandable = true, .mapped = false});
-  next_ += space;
-  holes(small).insert(made);
-  return made;
-}
-
-bool Segments::map(Piece* hole, int64_t size) {
-  const int64_t unit = hole->small ? SMALL_BUFFER : LARGE_BUFFER, mapped = up(size, unit);
-  if (mapped > room()) return false;
-  holes(hole->small).erase(hole);
-  hole->mapped = true;
-  if (mapped < hole->size) {
-    Piece* rest = make(*hole);
-    rest->address += mapped;
-    rest->size -= mapped;
-    rest->mapped = false;
-    rest->before = hole;
-    if (hole->after) hole->after->before = rest;
-    hole->after = rest;
-    hole->size = mapped;
-    holes(hole->small).insert(rest);
-  }
-  count(RESERVED_BYTES, hole->small, mapped);
-  device_allocs++;
-  log("segment_map", hole->address, mapped, hole->stream);
-  merge(hole, hole->before);
-  merge(hole, hole->after);
-  cached(hole->small).insert(hole);
-  return true;
-}
-
-// Only whole units can be taken away; what sticks out on either side stays cached.
-void Segments::unmap(Piece* piece) {
-  const int64_t unit = piece->small ? SMALL_BUFFER : LARGE_BUFFER, base = piece->base, end = piece->address + piece->size;
-  const int64_t first = base + up(piece->address - base, unit), last = base + (end - base) / unit * unit;
-  if (first >= last) return;
-  cached(piece->small).erase(piece);
-  auto leave = [&](int64_t address, int64_t size, bool before) {
-    if (size == 0) return;
-    Piece* left = make(*piece);
-    left->address = address;
-    left->size = size;
-    (before ? left->after : left->before) = piece;
-    Piece*& near = before ? piece->before : piece->after;
-    if (near) (before ? near->after : near->before) = left;
-    near = left;
-    cached(piece->small).insert(left);
-  };
-  leave(piece->address, first - piece->address, true);
-  leave(last, end - last, false);
-  piece->address = first;
-  piece->size = last - first;
-  piece->mapped = false;
-  count(RESERVED_BYTES, piece->small, -piece->size);
-  device_frees++;
-  log("segment_unmap", piece->address, piece->size, piece->stream);
-  merge(piece, piece->before);
-  merge(piece, piece->after);
-  holes(piece->small).insert(piece);
-}
-
 // -- looking at it, and putting it into a state
 
 std::vector<const Piece*> Segments::pieces() const {
@@ -307,17 +227,26 @@ std::vector<const Piece*> Segments::pieces() const {
   return out;
 }
 
-std::vector<Piece*> Segments::adopt(int64_t base, int64_t size, bool small, const std::vector<std::pair<int64_t, int64_t>>& cuts) {
+std::vector<Piece*> Segments::adopt(int64_t base, int64_t size, bool small,
+                                    const std::vector<std::pair<int64_t, int64_t>>& cuts) {
   count(RESERVED_BYTES, small, size);
   std::vector<Piece*> in_use;
   Piece* last = nullptr;
   auto lay = [&](int64_t address, int64_t length, bool taken) {
     if (length <= 0) return;
-    Piece* piece = make({.address = address, .size = length, .stream = 0, .small = small, .base = base, .taken = taken, .before = last});
+    Piece* piece = make({.address = address,
+                         .size = length,
+                         .stream = 0,
+                         .small = small,
+                         .base = base,
+                         .taken = taken,
+                         .before = last});
     if (last) last->after = piece;
     last = piece;
-    if (taken) in_use.push_back(piece), count(ALLOCATED_BYTES, small, length);
-    else cached(small).insert(piece);
+    if (taken)
+      in_use.push_back(piece), count(ALLOCATED_BYTES, small, length);
+    else
+      cached(small).insert(piece);
   };
   int64_t at = base;
   for (auto& [address, length] : cuts) {

@@ -1,8 +1,8 @@
 // PyTorch's CUDA caching allocator, as arithmetic: what is reserved when tensors come and go like this.
 //
-// Addresses are numbers; nobody's bytes lie there. Own words for the algorithm of c10/cuda/CUDACachingAllocator.cpp, in both
-// modes: classic segments, and expandable ones (PYTORCH_ALLOC_CONF=expandable_segments:True). Left out: max_split_size,
-// garbage collection, rounding to powers of two (all off by default), private pools, graphs.
+// Addresses are numbers; nobody's bytes lie there. Own words for the algorithm of c10/cuda/CUDACachingAllocator.cpp, in
+// both modes: classic segments, and expandable ones (PYTORCH_ALLOC_CONF=expandable_segments:True). Left out:
+// max_split_size, garbage collection, rounding to powers of two (all off by default), private pools, graphs.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -15,7 +15,9 @@
 
 namespace emu {
 
-constexpr int64_t MIB = 1 << 20;
+constexpr int64_t MIB = 1 << 20, SMALL_BUFFER = 2 * MIB, LARGE_BUFFER = 20 * MIB;
+
+inline int64_t up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 
 struct Stat {
   int64_t current = 0, peak = 0, gained = 0, lost = 0;
@@ -26,7 +28,7 @@ struct Piece {  // of a segment: in use, cached, or (expandable segments only) n
   int64_t address, size;
   int stream;
   bool small;
-  int64_t base;               // its segment's address
+  int64_t base;  // its segment's address
   bool expandable = false, mapped = true, taken = false, deferred = false;
   int64_t requested = 0;
   Piece *before = nullptr, *after = nullptr;
@@ -41,7 +43,9 @@ struct ByFit {  // best fit within a stream's pieces, the lowest address first a
   }
 };
 struct ByAddress {
-  bool operator()(const Piece* a, const Piece* b) const { return std::tie(a->stream, a->address) < std::tie(b->stream, b->address); }
+  bool operator()(const Piece* a, const Piece* b) const {
+    return std::tie(a->stream, a->address) < std::tie(b->stream, b->address);
+  }
 };
 
 using Until = std::vector<std::pair<int, uint64_t>>;  // agents, and how far each must have come
@@ -54,7 +58,18 @@ struct Event {  // as in torch.cuda.memory's traces
 
 class Segments {
  public:
-  enum Kind { ALLOCATION, SEGMENT, ACTIVE, INACTIVE_SPLIT, ALLOCATED_BYTES, RESERVED_BYTES, ACTIVE_BYTES, INACTIVE_SPLIT_BYTES, REQUESTED_BYTES, KINDS };
+  enum Kind {
+    ALLOCATION,
+    SEGMENT,
+    ACTIVE,
+    INACTIVE_SPLIT,
+    ALLOCATED_BYTES,
+    RESERVED_BYTES,
+    ACTIVE_BYTES,
+    INACTIVE_SPLIT_BYTES,
+    REQUESTED_BYTES,
+    KINDS
+  };
   enum Pool { ALL, SMALL, LARGE, POOLS };
 
   // Bytes that the driver still gives this process; whether the agents of a deferred piece are done with it.
@@ -71,14 +86,15 @@ class Segments {
 
   Piece* take(int64_t bytes, int stream);  // null: out of memory
   void give(Piece* piece, Until until = {});
-  void give_back();                        // torch.cuda.empty_cache
+  void give_back();  // torch.cuda.empty_cache
   void reset_peaks();
   int64_t reserved() const { return stats[RESERVED_BYTES][ALL].current; }
   int64_t allocated() const { return stats[ALLOCATED_BYTES][ALL].current; }
   std::vector<const Piece*> pieces() const;
 
   // For a replay: a segment that was there before, cut up as `cuts` says: (address, size) of what was in use.
-  std::vector<Piece*> adopt(int64_t base, int64_t size, bool small, const std::vector<std::pair<int64_t, int64_t>>& cuts);
+  std::vector<Piece*> adopt(int64_t base, int64_t size, bool small,
+                            const std::vector<std::pair<int64_t, int64_t>>& cuts);
   bool drop_segment(int64_t address, int64_t size);
 
   static int64_t rounded(int64_t size);
@@ -99,7 +115,7 @@ class Segments {
   void release(Piece* piece);
   int64_t merge(Piece* into, Piece* other);
   void drop(Piece* piece);
-  // expandable segments
+  // expandable.cpp
   Piece* grow(int64_t size, int stream, bool small);
   Piece* find_growable(int64_t size, int stream, bool small);
   bool map(Piece* hole, int64_t size);

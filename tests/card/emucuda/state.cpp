@@ -19,7 +19,8 @@ static int64_t capability() {
 // As PYTORCH_ALLOC_CONF, by its old name too, says it.
 static bool expandable_segments() {
   for (const char* name : {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
-    if (const char* text = std::getenv(name)) return std::string(text).find("expandable_segments:True") != std::string::npos;
+    if (const char* text = std::getenv(name))
+      return std::string(text).find("expandable_segments:True") != std::string::npos;
   return false;
 }
 

@@ -113,9 +113,7 @@ def exchange_device(index: int) -> int:
 
 def can_use(backend: int, params: Any, debug: bool = False) -> bool:
     p = params
-    return operators().can_use(
-        backend, p.query, p.key, p.value, p.attn_mask, p.dropout, p.is_causal, p.enable_gqa
-    )
+    return operators().can_use(backend, p.query, p.key, p.value, p.attn_mask, p.dropout, p.is_causal, p.enable_gqa)
 
 
 # -- random numbers
