@@ -281,3 +281,26 @@ def test_nvml_tells_of_the_card(monkeypatch):
     monkeypatch.setenv("EMU_NO_NVML", "1")
     with pytest.raises(pynvml.NVMLError):
         pynvml.nvmlInit()
+
+
+def test_rms_norm_is_fused():
+    """It keeps its input and 1/rms; the CPU's is made of parts, which keep more."""
+    found = []
+    for device in ("cpu", "cuda"):
+        norm, generator = nn.RMSNorm(64).to(device), torch.Generator().manual_seed(0)
+        x = torch.randn(4, 16, 64, generator=generator).to(device).requires_grad_()
+        before = torch.cuda.memory_allocated()
+        y = norm(x)
+        kept = torch.cuda.memory_allocated() - before
+        y.square().sum().backward()
+        found.append([t.detach().cpu() for t in (y, x.grad, norm.weight.grad)])
+    assert kept == y.nbytes + 512
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+
+
+def test_the_profiler_runs():
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        torch.ones(4, device="cuda") + 1
+    assert "aten::add" in profile.key_averages().table(sort_by="self_device_time_total")

@@ -10,6 +10,8 @@
 #include "factories.cpp"
 #include "copies.cpp"
 #include "attention.cpp"
+#include "norms.cpp"
 #include "device.cpp"
+#include "profiler.cpp"
 #include "replay.cpp"
 #include "bindings.cpp"
