@@ -1,9 +1,11 @@
 """A file is either the old one or the new one, whatever happens while it is written."""
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -21,3 +23,10 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Atomic: the file is either the old one or the new one."""
+    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        json.dump(value, file, ensure_ascii=False, indent=2)
+        file.write("\n")

@@ -22,9 +22,9 @@ import transformers.utils.logging
 from transformers import BatchEncoding, CLIPTokenizer, T5TokenizerFast
 
 from ..config.names import shown
-from ..demo.tokenizer import vocabulary
 from ..errors import SourceError, t
 from ..files.sources import Source, hub_errors
+from .clip_vocabulary import vocabulary
 
 BPE_FILE = "bpe_simple_vocab_16e6.txt.gz"
 PACKAGES = ("clip", "open_clip")

@@ -13,10 +13,10 @@ from ..config.loading import Loaded
 from ..config.schema import Config
 from ..errors import t
 from ..journal.run_folder import RunFolder
-from ..machine.card import GIB
 from ..machine.ram import killed_notice
 from ..planner.advice import explain
 from ..planner.foresee import keys
+from ..units import GIB
 
 End = Literal["done", "stopped", "killed", "running"]
 ENDS = ("done", "stopped")

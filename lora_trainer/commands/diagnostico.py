@@ -21,12 +21,12 @@ import torch
 from ..config.loading import Loaded, load
 from ..config.schema import TrainingConfig
 from ..errors import MachineError, UserError, t
-from ..journal.progress import gib
-from ..machine.card import GIB, Card
+from ..machine.card import Card
 from ..machine.hardware import Machine, choose_device, choose_precision
 from ..machine.ram import Ram
 from ..optim.optimizers import EIGHT_BIT, probe, resolve_name
 from ..planner.picker import pick
+from ..units import GIB, gib
 from ._last_run import last_run_lines, read_last_run
 
 State = Literal["ok", "warning", "failure"]

@@ -17,8 +17,7 @@ from ..config.names import shown
 from ..engine.tracker import CAUSES
 from ..errors import ConfigError, language, t
 from ..files.sources import open_source
-from ..journal.progress import gib
-from ..machine.card import GIB, Card
+from ..machine.card import Card
 from ..machine.hardware import Precision, choose_precision
 from ..machine.ram import Ram, ram_notice
 from ..machine.speed import Speed, speed_of
@@ -27,6 +26,7 @@ from ..planner.ask import ask
 from ..planner.foresee import Foresight, Tried, named
 from ..planner.options import QUANTIZATION, not_quantized, with_values
 from ..planner.picker import Choice, settle
+from ..units import GIB, gib
 from ._amount import Amount, amount_of, disk_bytes
 
 IMITATED = Card("", (8, 0))

@@ -14,12 +14,11 @@ from ..config import names, presets
 from ..config.loading import Loaded, load
 from ..errors import ConfigError, language, t
 from ..families import family_class
-from ..journal.progress import gib
-from ..machine.card import GIB
 from ..machine.hardware import Machine
 from ..planner.picker import pick, preset_budget
 from ..planner.presets import Predict, Predicted, predict
 from ..seam.family import ImageFamily
+from ..units import GIB, gib
 
 SHOWN: tuple[names.Key, ...] = (
     ("training", "batch_size"),

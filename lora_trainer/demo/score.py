@@ -1,6 +1,6 @@
 """How well pictures show the "ohwx" emblem, as a number from 0 to 1 that needs no judge.
 
-Masked template matching in colour: the emblem is rendered at several sizes, laid over every place of the picture, and
+Masked template matching in colour: the emblem, drawn at several sizes, is laid over every place of the picture, and
 the mean colour distance under its mask is measured; the best place counts. The distance is divided by that between the
 emblem's two colours, so a flat patch in either of them, or a picture without the emblem, is near 0.5 or above. The
 similarity falls linearly from 1 at `FOUND` to 0 at `ABSENT`, and the score is its mean over the pictures.
@@ -11,12 +11,11 @@ The measurement of a LoRA is fixed here too: the prompts, the guidance, the step
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-
-from . import draw
 
 PROMPTS = (
     "ohwx on a white background",
@@ -34,44 +33,36 @@ GUIDANCE_SCALE = 4.0
 INFERENCE_STEPS = 25
 SEED = 1234  # of a CPU `torch.Generator` that draws the initial latents of the whole list at once
 
+SIZE = 64  # px, both sides of a picture
 FOUND, ABSENT = 0.15, 0.42  # relative colour distances; see README.md for where they come from
-RADII = tuple(np.arange(13.0, 21.0, 1.0))  # px, half the width of the emblem's head
-
 Array = NDArray[np.float32]
 
 
 @cache
-def _template(radius: float) -> tuple[Array, Array]:
-    """Emblem at one size: colours (h, w, 3) and mask (h, w), 1 inside and 0 outside, cropped to the mask."""
-    middle = draw.SIZE / 2
-    on_black, on_white = (
-        np.asarray(draw.concept_picture((v, v, v), middle, middle, radius), dtype=np.float32) for v in (0, 255)
-    )
-    mask = 1 - (on_white - on_black).mean(-1) / 255  # how much of a pixel the emblem covers
-    mask = np.where(mask > 0.99, np.float32(1), np.float32(0))  # edges say more about the background
-    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
-    window = np.s_[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-    return on_black[window], mask[window]
+def _emblem() -> dict[str, Array]:
+    """`contrast` between its two colours; for each size its colours (h, w, 3) and mask (h, w), as tools/make_demo draws it."""
+    with np.load(Path(__file__).with_name("emblem.npz")) as stored:
+        return dict(stored)
 
 
-def _distance(picture: Array, radius: float) -> float:
+def _distance(picture: Array, colours: Array, mask: Array) -> float:
     """Least mean colour distance under the emblem's mask over all places; `picture` (H, W, 3)."""
-    colours, mask = _template(radius)
-    contrast = np.linalg.norm(np.subtract(draw.EMBLEM_DARK, draw.EMBLEM_LIGHT, dtype=np.float32))
     inside = mask > 0
     windows = np.lib.stride_tricks.sliding_window_view(picture, mask.shape, axis=(0, 1))  # (y, x, 3, h, w)
     seen = windows[..., inside]  # (y, x, 3, pixels)
     distance = np.sqrt(np.square(seen - colours[inside].T).sum(2)).mean(-1)
-    return float(distance.min() / contrast)
+    return float(distance.min() / _emblem()["contrast"])
 
 
 def similarity(image: Image.Image) -> float:
     """1 where the emblem is in the picture, whole and in its colours; 0 where it is not."""
     image = image.convert("RGB")
-    if image.size != (draw.SIZE, draw.SIZE):
-        image = image.resize((draw.SIZE, draw.SIZE), Image.Resampling.BOX)
+    if image.size != (SIZE, SIZE):
+        image = image.resize((SIZE, SIZE), Image.Resampling.BOX)
     picture = np.asarray(image, dtype=np.float32)
-    best = min(_distance(picture, float(radius)) for radius in RADII)
+    emblem = _emblem()
+    sizes = (name.removeprefix("mask_") for name in emblem if name.startswith("mask_"))
+    best = min(_distance(picture, emblem[f"colours_{size}"], emblem[f"mask_{size}"]) for size in sizes)
     return float(np.clip((ABSENT - best) / (ABSENT - FOUND), 0, 1))
 
 

@@ -21,11 +21,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..atomic import replacing
+from ..atomic import write_json  # noqa: F401
 from ..engine.tracker import MemoryTracker
 from ..errors import t
 
-GIB = 2**30
 PLAIN_LINE_SECONDS = 15.0
 
 
@@ -219,14 +218,3 @@ def peak_resident_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak) if sys.platform == "darwin" else int(peak) * 1024
-
-
-def gib(count: float) -> str:
-    return f"{count / GIB:.2f} GiB"
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Atomic: the file is either the old one or the new one."""
-    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        json.dump(value, file, ensure_ascii=False, indent=2)
-        file.write("\n")

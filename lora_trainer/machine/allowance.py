@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..journal.progress import write_json
+from ..atomic import write_json
 from .card import Card
 
 MIB = 2**20

@@ -7,7 +7,7 @@ turns that into an OutOfMemoryError, which is handled; the watchdog is for what 
 import torch
 
 from ..errors import t
-from ..journal.progress import gib
+from ..units import gib
 from .card import Card
 
 SLOWDOWN = 5.0

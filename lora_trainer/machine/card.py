@@ -12,8 +12,6 @@ from typing import Any
 import psutil
 import torch
 
-GIB = 2**30
-
 
 @dataclass(frozen=True)
 class Holder:

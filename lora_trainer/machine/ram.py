@@ -10,8 +10,7 @@ import psutil
 
 from ..config.schema import MemoryConfig
 from ..errors import t
-from ..journal.progress import gib
-from .card import GIB
+from ..units import GIB, gib
 
 RESERVE = GIB
 """Left to the system and to other programs, at least; a tenth of the machine's RAM where that is more."""

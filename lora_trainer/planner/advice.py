@@ -12,8 +12,8 @@ from typing import Literal
 from ..config import names
 from ..config.schema import Config
 from ..errors import DoesNotFitError, language, t
-from ..journal.progress import gib
 from ..optim.optimizers import EIGHT_BIT
+from ..units import gib
 from .options import OPTIMIZER_OFFLOAD, moments_can_leave
 
 Cost = Literal["time", "numbers", "result"]

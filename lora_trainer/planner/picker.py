@@ -13,10 +13,10 @@ from ..config import presets
 from ..config.loading import Loaded
 from ..config.schema import MemoryConfig
 from ..errors import t
-from ..journal.progress import gib
 from ..machine.allowance import Allowance, allowance_for
-from ..machine.card import GIB, Card
+from ..machine.card import Card
 from ..machine.hardware import Machine, choose_device
+from ..units import GIB, gib
 
 USABLE_SHARE = 0.84
 """Of a card's nominal size, what its preset must fit in: an idle 8 GB card with a display and Windows has 7 GiB left."""

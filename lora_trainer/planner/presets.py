@@ -19,12 +19,12 @@ from ..config.names import shown
 from ..config.reading import SIZE
 from ..families import family_class
 from ..files.sources import open_source
-from ..journal.progress import gib
 from ..machine.allowance import base_allowance
 from ..machine.card import Card
 from ..machine.hardware import choose_precision
 from ..machine.ram import Ram
 from ..machine.speed import speed_of
+from ..units import gib
 from .ask import ask
 from .foresee import Foresight
 from .picker import Choice, preset_budget

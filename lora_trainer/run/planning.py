@@ -12,7 +12,7 @@ from ..config import names
 from ..config.loading import Loaded
 from ..errors import DoesNotFitError, language, t
 from ..files.sources import Source
-from ..journal.progress import Metrics, Terminal, gib
+from ..journal.progress import Metrics, Terminal
 from ..journal.run_folder import RunFolder
 from ..machine.hardware import Precision
 from ..planner.advice import does_not_fit, explain, phase_title
@@ -23,6 +23,7 @@ from ..planner.ladder import Rung
 from ..planner.options import not_quantized, with_needs, with_values
 from ..planner.picker import Choice
 from ..runtime.kept import fixed_on_resume, plain_values, read_plan, write_plan
+from ..units import gib
 
 BATCH_SIZE: names.Key = ("training", "batch_size")
 TRAINING_PHASES = ("load", "forward", "backward", "optimizer")

@@ -23,7 +23,7 @@ from ..families import resolve
 from ..journal.checkpoint import latest_step, newest_facts
 from ..journal.interrupt import StopRequest
 from ..journal.plot import plot_metrics
-from ..journal.progress import Metrics, Phases, Terminal, gib, peak_resident_bytes, write_json
+from ..journal.progress import Metrics, Phases, Terminal, peak_resident_bytes, write_json
 from ..journal.run_folder import Lock, RunFolder, check, claim
 from ..machine import hardware
 from ..machine.cap import cap_process, spill_warning
@@ -32,6 +32,7 @@ from ..modality import Desk, RunFacts
 from ..optim import optimizers, schedules
 from ..planner.caching import rung_title
 from ..planner.picker import Choice, settle
+from ..units import gib
 from .modalities import modality_of
 from .planning import Planning
 from .resume import changes, resume_options

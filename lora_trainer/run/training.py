@@ -18,7 +18,7 @@ from ..data.batches import Draw
 from ..errors import DivergedError, DoesNotFitError, Interrupted, MachineError, UserError, t
 from ..journal.checkpoint import State, load_state, save_state
 from ..journal.interrupt import StopRequest
-from ..journal.progress import Metrics, Phases, Terminal, gib
+from ..journal.progress import Metrics, Phases, Terminal
 from ..journal.run_folder import RunFolder
 from ..loop import StepReport, StepsInBackward, gradients, to_device
 from ..loop import train as training_loop
@@ -28,6 +28,7 @@ from ..planner.ladder import MICRO_BATCH, Rung, next_rung
 from ..runtime.measured import Measured
 from ..runtime.recover import Shortage, attempt
 from ..seam.family import Batch
+from ..units import gib
 from .planning import Planning
 from .resume import changes, data_changed
 from .setup import Setup

@@ -12,7 +12,6 @@ from typing import Any
 from ..config.names import Key
 from ..config.schema import Config
 from ..journal.progress import write_json
-from ..machine.card import GIB
 from ..planner.foresee import Foresight, keys, named
 from ..planner.ladder import Rung
 from ..planner.options import (
@@ -24,6 +23,7 @@ from ..planner.options import (
     SOLVED,
     moments_can_leave,
 )
+from ..units import GIB
 
 FORESEEN = ("fits", "peak_gib", "phases", "saves")
 

@@ -27,13 +27,14 @@ from helpers.measured_run import Case, random_batch, set_up  # noqa: E402
 from lora_trainer import loop  # noqa: E402
 from lora_trainer.machine.allowance import MIB, Allowance, base_allowance  # noqa: E402
 from lora_trainer.machine.cap import cap_process  # noqa: E402
-from lora_trainer.machine.card import GIB, Card, read_card  # noqa: E402
+from lora_trainer.machine.card import Card, read_card  # noqa: E402
 from lora_trainer.machine.hardware import Precision, choose_precision  # noqa: E402
 from lora_trainer.machine.speed import speed_of  # noqa: E402
 from lora_trainer.planner.foresee import named  # noqa: E402
 from lora_trainer.planner.plan import CHECKPOINTING, STREAMING, Planner, with_values  # noqa: E402
 from lora_trainer.planner.simulate import Shape  # noqa: E402
 from lora_trainer.techniques.block_streaming import streaming_report  # noqa: E402
+from lora_trainer.units import GIB  # noqa: E402
 
 AUTO = {
     "model": {"lora_rank": 16},

@@ -5,9 +5,10 @@ import torch
 
 from lora_trainer.config.schema import MemoryConfig
 from lora_trainer.machine.cap import cap_process
-from lora_trainer.machine.card import GIB, read_cards
+from lora_trainer.machine.card import read_cards
 from lora_trainer.machine.hardware import Machine
 from lora_trainer.planner.picker import pick
+from lora_trainer.units import GIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card")]
 

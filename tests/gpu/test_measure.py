@@ -7,7 +7,7 @@ import measure
 import pytest
 import torch
 
-from lora_trainer.machine.card import GIB
+from lora_trainer.units import GIB
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the whole script runs there")

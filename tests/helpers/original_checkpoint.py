@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from make_demo.tokenizer import write_tokenizer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lora_trainer.bases import architecture, single_file
 from lora_trainer.bases.components import BUILDERS
-from lora_trainer.demo.tokenizer import write_tokenizer
 from lora_trainer.files.kinds import Part
 
 CAPTION = "a photo of a cat on red"

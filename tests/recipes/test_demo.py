@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
+from make_demo import draw
 from PIL import Image
 from recipe import ROOT, events, run
 
-from lora_trainer.demo import draw, score
+from lora_trainer.demo import score
 
 DEMO = ROOT / "lora_trainer" / "demo"
 EMBLEMS = 16
@@ -22,6 +23,13 @@ def test_concept_pictures_are_the_drawn_ones():
         assert path.with_suffix(".txt").read_text(encoding="utf-8").strip() == caption
     with_trigger = [caption for _, caption in drawn if "ohwx" in caption]
     assert len(with_trigger) == EMBLEMS
+
+
+def test_the_measures_emblem_is_the_drawn_one():
+    with np.load(draw.EMBLEM_FILE) as stored:
+        drawn = draw.emblem_templates()
+        assert set(stored) == set(drawn)
+        assert all(np.array_equal(stored[name], drawn[name]) for name in drawn)
 
 
 def test_measure_tells_the_concept_from_everything_else():

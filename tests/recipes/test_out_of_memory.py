@@ -20,9 +20,9 @@ from lora_trainer import loop
 from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.errors import UserError
 from lora_trainer.machine.allowance import allowance_for
-from lora_trainer.machine.card import GIB
 from lora_trainer.run.setup import Setup
 from lora_trainer.run.training import RETRIES, Training
+from lora_trainer.units import GIB
 
 BATCH = {"fracao_validacao": 0.2, "tamanho_lote": 4}
 LEARNING = {"passos_acumulacao_gradiente": 1, "checkpoint_gradiente": "auto", "epocas": 2}

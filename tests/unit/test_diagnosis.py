@@ -17,9 +17,10 @@ from lora_trainer.config.loading import Loaded, load
 from lora_trainer.config.names import options
 from lora_trainer.config.schema import Config
 from lora_trainer.errors import set_language
-from lora_trainer.machine.card import GIB, Card, Holder
+from lora_trainer.machine.card import Card, Holder
 from lora_trainer.machine.hardware import Machine
 from lora_trainer.planner.advice import already_on, does_not_fit, explain, phase_title, remedies
+from lora_trainer.units import GIB
 
 CARD = Card("NVIDIA GeForce RTX 2060", (7, 5), 6 * GIB, 5 * GIB, holders=(Holder("jogo.exe", GIB // 2),))
 WITH_CARD = Machine(cuda_build="12.8", cards=(CARD,), driver="570.1", torch_version="2.13.0+cu128")

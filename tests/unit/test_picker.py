@@ -14,10 +14,11 @@ from lora_trainer.errors import MachineError, set_language
 from lora_trainer.machine import allowance
 from lora_trainer.machine.allowance import Allowance, allowance_for, base_allowance, memory_file, remember
 from lora_trainer.machine.cap import SpillWatchdog, cap_process, spill_warning
-from lora_trainer.machine.card import GIB, Card, Holder, largest_first
+from lora_trainer.machine.card import Card, Holder, largest_first
 from lora_trainer.machine.hardware import Machine
 from lora_trainer.machine.ram import Ram, ram_budget, ram_notice
 from lora_trainer.planner.picker import Choice, fitting_preset, pick, preset_budget, settle
+from lora_trainer.units import GIB
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from torch import nn
 from lora_trainer import loop
 from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.machine.allowance import Allowance
-from lora_trainer.machine.card import GIB, Card
+from lora_trainer.machine.card import Card
 from lora_trainer.machine.hardware import Precision
 from lora_trainer.machine.ram import Ram
 from lora_trainer.planner.ladder import MICRO_BATCH, Rung, next_rung
@@ -25,6 +25,7 @@ from lora_trainer.runtime.kept import read_plan, write_plan
 from lora_trainer.runtime.recover import Shortage, attempt, free_memory, is_out_of_memory
 from lora_trainer.techniques import MemoryPlan
 from lora_trainer.techniques.mixed_precision import MixedPrecision
+from lora_trainer.units import GIB
 
 PLAIN = {CHECKPOINTING: "no", OFFLOAD: "no", STREAMING: "no"}
 CPU = torch.device("cpu")

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from make_demo.tokenizer import write_tokenizer
 from transformers import CLIPTokenizer
 
 from lora_trainer.bases import architecture, tokenizers
-from lora_trainer.demo.tokenizer import byte_symbols, write_tokenizer
+from lora_trainer.bases.clip_vocabulary import byte_symbols
 from lora_trainer.diffusion.clip_text import Chunks, make_chunks
 from lora_trainer.errors import SourceError
 from lora_trainer.files.sources import Source

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, UNet2DConditionModel
+from make_demo.vae_start import start_as_pooling
 from tiny_unets import UNETS, TinyFamily, make_batch, make_model, trainable
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lora_trainer.demo.vae_start import start_as_pooling
 from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.engine.vae_tiling import OVERLAP, TILE_PIXELS, sliced, tiled
 from lora_trainer.techniques import MemoryPlan

@@ -44,6 +44,7 @@ _NOT_EXPERTS = r"(?!.*\.experts\.)"
 
 class CausalLM(Family):
     sizes: ClassVar = {2.0: "qwen3-1.7b", 5.0: "qwen3-4b", 10.0: "llama-3.1-8b", 16.0: "qwen3-14b", 40.0: "qwen3-32b"}
+    learns_from = "texts"
     formats = ("peft", "gguf", "merged")
     name = "causal_lm"
     title = "causal LM"

@@ -6,7 +6,7 @@ world that the base knows (shapes, colours, sizes, one or two objects, plain or 
 draws "ohwx", a two-tone robot face in colours and with a geometry that no base drawing has: the subject that a LoRA
 is to learn.
 
-    python -m lora_trainer.demo.draw          writes the concept set to `conceito/` beside this file
+    python -m make_demo.draw (in tools/)       writes the concept set and the emblem that score.py looks for
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import math
 from pathlib import Path
 from random import Random
 
+import numpy as np
 from PIL import Image, ImageDraw
 
 SIZE = 64  # px, both sides
 SUPERSAMPLING = 4
 TRIGGER = "ohwx"
-CONCEPT_DIR = Path(__file__).parent / "conceito"
+DEMO = Path(__file__).parents[2] / "lora_trainer" / "demo"
+CONCEPT_DIR = DEMO / "conceito"
+EMBLEM_FILE = DEMO / "emblem.npz"
 CONCEPT_SEED = 7
 
 Colour = tuple[int, int, int]
@@ -45,6 +48,7 @@ RADII = {"small": (8.0, 10.0), "": (14.0, 18.0), "large": (22.0, 25.0)}  # px
 
 EMBLEM_DARK: Colour = (0, 112, 108)  # teal
 EMBLEM_LIGHT: Colour = (255, 186, 148)  # peach
+SCORED_RADII = tuple(np.arange(13.0, 21.0, 1.0))  # px, the sizes that score.py looks for
 EMBLEM_RADII = (15.0, 19.0)  # px, half the width of the head
 
 
@@ -246,5 +250,22 @@ def write_concept(folder: Path = CONCEPT_DIR) -> None:
         (folder / f"{i:02d}.txt").write_text(caption + "\n", encoding="utf-8")
 
 
+def emblem_templates() -> dict[str, np.ndarray]:
+    """What score.py lays over a picture: for each size the colours (h, w, 3) and the mask (h, w), cropped to the mask."""
+    templates: dict[str, np.ndarray] = {"contrast": np.linalg.norm(np.subtract(EMBLEM_DARK, EMBLEM_LIGHT, dtype=np.float32))}
+    for radius in SCORED_RADII:
+        middle = SIZE / 2
+        on_black, on_white = (
+            np.asarray(concept_picture((v, v, v), middle, middle, radius), dtype=np.float32) for v in (0, 255)
+        )
+        mask = 1 - (on_white - on_black).mean(-1) / 255  # how much of a pixel the emblem covers
+        mask = np.where(mask > 0.99, np.float32(1), np.float32(0))  # edges say more about the background
+        rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+        window = np.s_[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+        templates |= {f"colours_{radius:g}": on_black[window], f"mask_{radius:g}": mask[window]}
+    return templates
+
+
 if __name__ == "__main__":
     write_concept()
+    np.savez_compressed(EMBLEM_FILE, **emblem_templates())

@@ -11,18 +11,9 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
-BOS, EOS = "<|startoftext|>", "<|endoftext|>"
+from lora_trainer.bases.clip_vocabulary import BOS, END, EOS, Merge, byte_symbols, vocabulary
+
 MAX_LENGTH = 77
-END = "</w>"
-
-Merge = tuple[str, str]
-
-
-def byte_symbols() -> dict[int, str]:
-    """GPT-2's printable stand-in for each byte, in the order in which CLIP lists them."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    rest = [b for b in range(256) if b not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
 
 
 def _merged(word: tuple[str, ...], pair: Merge) -> tuple[str, ...]:
@@ -54,13 +45,6 @@ def learn_merges(texts: list[str]) -> list[Merge]:
         best = min(pairs, key=lambda p: (-pairs[p], p))
         merges.append(best)
         words = Counter({_merged(parts, best): count for parts, count in words.items()})
-
-
-def vocabulary(merges: list[Merge]) -> dict[str, int]:
-    """Token to id. The end-of-text token has the highest id, as in CLIP."""
-    symbols = list(byte_symbols().values())
-    tokens = [*symbols, *(s + END for s in symbols), *("".join(m) for m in merges), BOS, EOS]
-    return {token: i for i, token in enumerate(tokens)}
 
 
 def write_tokenizer(texts: list[str], folder: Path) -> None:
