@@ -104,35 +104,43 @@ def rounded(*counts):
     return sum(-(-count // ROUNDING) * ROUNDING for count in counts)
 
 
-def forward_and_backward(q, k, v):
-    """Bytes kept by the forward pass; the most that the backward pass holds beyond what was there before it."""
+def forward_and_backward(q, k, v, mask=None):
+    """Bytes kept by the forward pass, its peak; the most that the backward pass holds beyond what was there before it."""
+    torch.cuda.reset_peak_memory_stats()
     start = torch.cuda.memory_allocated()
-    out = F.scaled_dot_product_attention(q, k, v)
-    kept = torch.cuda.memory_allocated() - start
-    peak_forward = torch.cuda.max_memory_allocated() - start
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    kept, peak = torch.cuda.memory_allocated() - start, torch.cuda.max_memory_allocated() - start
     seed = torch.ones_like(out)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     torch.autograd.backward(out, seed)
-    return kept, peak_forward, torch.cuda.max_memory_allocated() - before
+    return kept, peak, torch.cuda.max_memory_allocated() - before
 
 
 def test_flash_keeps_no_scores_and_sums_dq_in_float32(card):
     card(8.0)
     q, k, v = inputs((1, 2, 1000, 40), BF16)
-    torch.cuda.reset_peak_memory_stats()
     kept, peak, backward = forward_and_backward(q, k, v)
     assert kept == peak == rounded(q.nbytes, 2 * 1000 * 4, 16, 8)  # output, log-sum-exp, two numbers of the generator
     dq_sum, delta = 1024 * 2 * 64 * 4, 2 * 1024 * 4  # lengths in 128s, dimensions in 32s
     assert backward == rounded(q.nbytes, k.nbytes, v.nbytes, dq_sum, delta)
 
 
-def test_efficient_on_turing_sums_three(card):
+def test_efficient_on_turing_sums_dq(card):
     card(7.5)
     q, k, v = inputs((1, 2, 1024, 128), HALF)
-    torch.cuda.reset_peak_memory_stats()
     kept, peak, backward = forward_and_backward(q, k, v)
     assert kept == peak == rounded(q.nbytes, 2 * 1024 * 4)
+    workspace = 2 * 8 * 2 * (128 * 64 + 4) * 4
+    assert backward == rounded(q.nbytes, k.nbytes, v.nbytes, workspace, 2 * 1024 * 4)
+    assert workspace == pytest.approx(q.numel() * 4, rel=0.01)
+
+
+def test_efficient_on_ampere_sums_three(card):
+    """A mask keeps flash away; a card of 99 KiB of shared memory has no registers for dk and dv of 128 dimensions."""
+    card(8.6)
+    q, k, v = inputs((1, 2, 1024, 128), HALF)
+    _, _, backward = forward_and_backward(q, k, v, torch.zeros(1, 1, 1024, 1024, dtype=HALF, device="cuda"))
     dq, dk_and_dv = 16 * 2 * (64 * 64 + 4), 2 * 16 * 64 * 128
     workspace = 2 * (dq + dk_and_dv) * 4
     assert backward == rounded(q.nbytes, k.nbytes, v.nbytes, workspace, 2 * 1024 * 4)
@@ -149,7 +157,7 @@ def test_efficient_heads_over_128_gather_their_output(card):
     assert torch.cuda.max_memory_allocated() - start == rounded(out.nbytes, out.numel() * 4)
 
 
-@pytest.mark.parametrize(("capability", "mib"), [(75, 66), (80, 54), (86, 66)])
+@pytest.mark.parametrize(("capability", "mib"), [(75, 54), (80, 54), (86, 66)])
 def test_workspace_of_flux_at_1024(capability, mib):
     """24 heads of 128, 4,608 tokens: dq whole; of dk and dv eight blocks of 64 keys, where registers are too few."""
     found = torch.ops.emu.efficient_workspace([1, 24, 4608, 4608, 128], True, capability)

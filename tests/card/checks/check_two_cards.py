@@ -97,3 +97,20 @@ def test_nvml_counts_both():
     used = [pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index)).used for index in range(2)]
     assert used[1] >= torch.cuda.memory_reserved(1) >= x.nbytes
     assert pynvml.nvmlDeviceGetCount() == 2
+
+
+def test_the_program_reads_both_without_a_context_on_either():
+    """NVML is asked first: PyTorch would make one."""
+    pytest.importorskip("pynvml")
+    from lora_trainer.machine.card import read_cards
+
+    emucuda.set_card(others=1 << 30)
+    try:
+        cards = read_cards(2)
+    finally:
+        emucuda.set_card(others=0)
+    assert [card.index for card in cards] == [0, 1]
+    assert all(card.name == "Emulated card" and card.capability == (7, 5) for card in cards)
+    assert all(card.free <= card.total - (1 << 30) for card in cards)
+    assert all(holder.bytes == 1 << 30 for card in cards for holder in card.holders)
+    assert not any(card.context_made for card in cards)

@@ -22,20 +22,23 @@ inline int64_t flash_queries(int64_t queries) { return up(queries, 128); }
 // registers).
 inline bool gathers_output(const Shape& s) { return s.half && s.dim > 128; }
 
-// Memory-efficient, backward: the kernel that PyTorch chooses is the first whose shared memory the card has.
+// Memory-efficient, backward: the kernel that PyTorch chooses is the first of its list whose shared memory the card
+// has. What each needs was worked out from kernel_backward.h: 128 x 128 takes 160 KiB, the others less than 64 (16
+// bits).
 struct EfficientKernel {
-  int64_t rows, columns, max_dim;  // kBlockSizeI, kBlockSizeJ, kMaxK
-  bool keeps_output;               // kOutputInRF: dk and dv are summed in registers
+  int64_t rows, columns;  // kBlockSizeI, kBlockSizeJ
+  bool keeps_sums;        // kOutputInRF: dk and dv are summed in registers
 };
 
 inline EfficientKernel efficient_kernel(const Shape& s, int capability) {
   const bool wide = capability == 80 || capability == 90 || capability == 100;  // 160 KiB of shared memory and more
-  if (s.dim <= 32) return {64, 64, 32, s.half};
-  if (s.dim <= 64) return {64, 64, 64, s.half};
-  if (s.dim <= 96 && s.half && (capability == 86 || capability == 89)) return {128, 64, 96, true};
-  if (s.dim <= 128 && s.half && wide) return {128, 128, 128, true};
-  if (s.dim <= 128) return {!s.half && wide ? 128 : 64, 64, 128, false};
-  return {wide ? 128 : 64, 64, 65536, false};
+  if (s.dim <= 64) return {64, 64, s.half};
+  if (!s.half) return {wide ? 128 : 64, 64, false};
+  if (s.dim > 128) return {capability >= 70 ? 128 : 64, 64, false};
+  if (capability < 70) return {64, 64, false};
+  if (capability < 80) return {128, 64, true};
+  if (s.dim <= 96 && (capability == 86 || capability == 89)) return {128, 64, true};
+  return wide ? EfficientKernel{128, 128, true} : EfficientKernel{64, 64, false};
 }
 
 inline int64_t efficient_splits(const Shape& s, const EfficientKernel& kernel, bool stages) {
@@ -48,7 +51,7 @@ inline int64_t efficient_splits(const Shape& s, const EfficientKernel& kernel, b
 // Bytes of float32 for the sums of dq, and of dk and dv where registers do not hold them.
 inline int64_t efficient_workspace(const Shape& s, int capability) {
   const EfficientKernel kernel = efficient_kernel(s, capability);
-  const bool stages = s.half && !kernel.keeps_output, sums_dq = s.half || capability >= 70;
+  const bool stages = s.half && !kernel.keeps_sums, sums_dq = s.half || capability >= 70;
   int64_t floats = 0;
   if (stages) floats += 2 * efficient_splits(s, kernel, true) * kernel.columns * up(s.dim, kernel.rows);
   if (sums_dq) {
