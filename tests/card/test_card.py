@@ -19,6 +19,7 @@ PROCESSES = {
     "two cards": ({"EMU_CARDS": "2"}, ["check_two_cards.py"]),
     "faults": (ONE_CARD, ["check_faults.py"]),
     "training": (ONE_CARD, ["check_training.py"]),
+    "program": (ONE_CARD, ["check_program.py"]),
 }
 
 

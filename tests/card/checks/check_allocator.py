@@ -257,3 +257,15 @@ def test_hopper_takes_more():
         assert torch.cuda.memory_allocated() - before == 32 * MIB
     finally:
         emucuda.set_card(capability=7.5)
+
+
+def test_matrices_that_cublas_does_not_take_are_copied_for_the_time():
+    x, spread = torch.ones(64, 64, 64, device="cuda"), torch.ones(1, device="cuda").expand(64, 64, 64)
+    spread @ x
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    x.transpose(1, 2) @ x
+    assert torch.cuda.max_memory_allocated() - before == x.nbytes
+    torch.cuda.reset_peak_memory_stats()
+    spread @ x
+    assert torch.cuda.max_memory_allocated() - before == 2 * x.nbytes

@@ -16,6 +16,14 @@ bool multiplies(const std::string& op) {
   return names.count(op) > 0;
 }
 
+bool needs_copy(const at::Tensor& matrix) {
+  if (matrix.dim() < 2 || matrix.is_non_overlapping_and_dense()) return false;
+  const int64_t rows = matrix.size(-2), columns = matrix.size(-1), down = matrix.stride(-2), along = matrix.stride(-1);
+  const bool by_rows = along == 1 && down >= std::max<int64_t>(1, columns);
+  const bool by_columns = down == 1 && along >= std::max<int64_t>(1, rows);
+  return !by_rows && !by_columns;
+}
+
 static std::set<int> idle_handles[MAX_CARDS];
 static int handles_made[MAX_CARDS];
 

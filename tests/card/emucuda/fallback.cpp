@@ -27,7 +27,8 @@ struct Call {
   Launch launch;
   Aliases aliases;
   std::vector<std::pair<Tensor, Tensor>> growing = {};  // outputs of no size: (the card's, a CPU tensor that may grow)
-  bool waits, indexes;
+  bool waits, indexes, product;
+  std::vector<size_t> copies = {};  // bytes of matrices that cuBLAS wants otherwise laid out
 
   Call(const c10::OperatorHandle& op, Stack* stack, int card)
       : op(op),
@@ -35,7 +36,8 @@ struct Call {
         launch(op.schema().name(), card),
         waits(waits_for_values(launch.what)),
         indexes(launch.what == "aten::index" || launch.what == "aten::index_put_" ||
-                launch.what == "aten::_index_put_impl_") {}
+                launch.what == "aten::_index_put_impl_"),
+        product(multiplies(launch.what)) {}
 
   void refuse_host_tensor(const Tensor& t, const c10::Argument& argument, bool writes) {
     TORCH_CHECK(t.dim() == 0 || indexes || t.device().is_meta(),
@@ -60,6 +62,7 @@ struct Call {
                 t.sizes(), ")");
     if (indexes && in_list && (t.scalar_type() == at::kBool || t.scalar_type() == at::kByte)) waits = true;
     launch.touch(t, writes);
+    if (product && needs_copy(t)) copies.push_back(t.numel() * t.element_size());
     if (writes && argument.kwarg_only() && t.numel() == 0) {
       growing.emplace_back(t, at::empty({0}, t.options().device(at::kCPU)));
       return growing.back().second;
@@ -116,6 +119,12 @@ struct Call {
     cpu.set_state(kept);
   }
 
+  void hold_product_memory() {
+    std::vector<c10::DataPtr> for_now;
+    for (size_t bytes : copies) for_now.push_back(allocator.allocate_on(launch.card, bytes));
+    hold_workspace(launch.card, current_stream[launch.card]);
+  }
+
   void convert_results() {
     for (auto& [card, grown] : growing) {
       card.resize_(grown.sizes());
@@ -155,7 +164,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   raise_reports();
   call.compute();
   call.convert_results();
-  if (multiplies(call.launch.what)) hold_workspace(call.launch.card, current_stream[call.launch.card]);
+  if (call.product) call.hold_product_memory();
   if (call.waits) host_waits_for(call.launch.agent);
   raise_reports();
 }
