@@ -28,9 +28,3 @@ def empty_card():
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.empty_cache()
-
-
-def forgiven(text: str) -> None:
-    """A fault that the check wanted: it must be there, and is forgotten."""
-    assert any(text in line for line in emucuda.reports()), emucuda.reports()
-    emucuda.clear()

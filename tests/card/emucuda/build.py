@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -27,6 +28,8 @@ def compiler() -> str | None:
 def impossible() -> str | None:
     """Why the library cannot be built here; None if it can."""
     folder = torch_folder()
+    if sys.platform != "linux":
+        return "Linux only"
     if compiler() is None:
         return "no C++ compiler (g++)"
     if folder is None or not (folder / "include" / "ATen").exists():

@@ -61,6 +61,7 @@ void join(Clock& to, const Clock& from) {
 }
 
 void report(const std::string& kind, const std::string& text) {
+  Lock guard(big_lock);
   counts["report." + kind]++;
   if (reports.size() < 1000) reports.push_back(kind + ": " + text);
   // An unregistered source is only collected: cudaHostUnregister waits in practice, though nothing says that it must.
@@ -68,6 +69,7 @@ void report(const std::string& kind, const std::string& text) {
 }
 
 void raise_reports() {
+  Lock guard(big_lock);
   if (unraised.empty()) return;
   const auto text = std::move(unraised);
   unraised.clear();
