@@ -4,10 +4,9 @@
 
 namespace emu {
 
-// ATen/cuda/CublasHandlePool.cpp: ":4096:2:16:8", from Hopper on 32 MiB; cuBLASLt shares it (unified since torch 2.9).
-static size_t workspace_size() {
-  return options.capability == 90 || options.capability == 100 ? 32 * MIB : (4096 * 2 + 16 * 8) * 1024;
-}
+// ATen/cuda/CublasHandlePool.cpp: ":4096:2:16:8", from Hopper on 32 MiB; cuBLASLt shares it (unified, as of
+// torch 2.13).
+static size_t workspace_size() { return options.capability >= 90 ? 32 * MIB : (4096 * 2 + 16 * 8) * 1024; }
 
 bool multiplies(const std::string& op) {
   static const std::set<std::string> names = {
