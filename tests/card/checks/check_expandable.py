@@ -1,10 +1,15 @@
 """Expandable segments (PYTORCH_ALLOC_CONF=expandable_segments:True): one range of addresses, mapped in units."""
 
+import os
+
 import pytest
 import torch
 
 MIB = 1 << 20
-pytestmark = pytest.mark.usefixtures("empty_card")
+pytestmark = [
+    pytest.mark.usefixtures("empty_card"),
+    pytest.mark.skipif("PYTORCH_ALLOC_CONF" not in os.environ, reason="PYTORCH_ALLOC_CONF is not set"),
+]
 
 
 def tensor(mib):

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 ONE = torch.device("cuda", 1)
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="EMU_CARDS is not 2")
 
 
 @pytest.fixture(autouse=True)
