@@ -16,7 +16,8 @@ HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 def by_itself(path: Path) -> Any:
     """A module without its package, which would load the library."""
     spec = importlib.util.spec_from_file_location(f"emucuda_{path.stem}", path)
-    assert spec and spec.loader
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
