@@ -45,6 +45,17 @@ def test_reserved_is_that_of_a_real_card(path):
     assert replay(trace) == what_the_card_made(trace)
 
 
+def test_what_was_recorded_here_replays_the_same():
+    torch.cuda.memory._record_memory_history(max_entries=1000)
+    kept = [tensor(mib) for mib in (30, 0.2, 5, 12, 3)]
+    kept[0] = kept[3] = None
+    kept += [tensor(40), tensor(8)]
+    trace = emucuda.as_trace()
+    torch.cuda.memory._record_memory_history(enabled=None)
+    assert replay(trace) == what_the_card_made(trace) == (torch.cuda.max_memory_reserved(), 4)
+    del kept
+
+
 def test_a_limit_is_kept_or_refused():
     (path,) = [path for path in TRACES if "attention_from_cold" in path.name]
     trace = json.loads(gzip.decompress(path.read_bytes()))

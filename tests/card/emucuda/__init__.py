@@ -17,9 +17,22 @@ with contextlib.suppress(ImportError):
 
 from . import nvml, torch_cuda  # noqa: E402
 from .card import clear, count, counts, forbid, lag, live, no_kernels, oom_after, reports, set_card  # noqa: E402
+from .memory import as_trace  # noqa: E402
 
 torch_cuda.install()
 nvml.install()
 card.tell_at_exit()
 
-__all__ = ["clear", "count", "counts", "forbid", "lag", "live", "no_kernels", "oom_after", "reports", "set_card"]
+__all__ = [
+    "as_trace",
+    "clear",
+    "count",
+    "counts",
+    "forbid",
+    "lag",
+    "live",
+    "no_kernels",
+    "oom_after",
+    "reports",
+    "set_card",
+]

@@ -55,6 +55,13 @@ def trace(device: int) -> list[dict[str, Any]]:
     ]
 
 
+def as_trace(device: int = 0) -> dict[str, Any]:
+    """The events since _record_memory_history (on an empty card) in the form of ../traces: kind, address, bytes."""
+    kinds = {"segment_alloc": "s", "segment_free": "r", "alloc": "a", "free_completed": "f"}
+    rows = [[kinds[e["action"]], e["addr"], e["size"]] for e in trace(device) if e["action"] in kinds]
+    return {"segments": [], "live": [], "events": rows}
+
+
 def snapshot(*_: Any) -> dict[str, Any]:
     devices = range(lib.emu_device_count())
     found = [segment for device in devices for segment in segments(device)]
