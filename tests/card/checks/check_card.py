@@ -304,3 +304,16 @@ def test_the_profiler_runs():
     with torch.profiler.profile(activities=activities) as profile:
         torch.ones(4, device="cuda") + 1
     assert "aten::add" in profile.key_averages().table(sort_by="self_device_time_total")
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_complex_views(inference):
+    """As rotary embeddings take them: a view of the same memory, and autograd follows."""
+    x = torch.arange(8.0, device="cuda").requires_grad_(not inference)
+    with torch.inference_mode(inference):
+        y = (x * 1).view(4, 2)
+        turned = torch.view_as_real(torch.view_as_complex(y) * 1j).flatten()
+    assert turned.tolist() == [-1.0, 0.0, -3.0, 2.0, -5.0, 4.0, -7.0, 6.0]
+    if not inference:
+        (turned * torch.arange(8.0, device="cuda")).sum().backward()
+        assert x.grad.tolist() == [1.0, 0.0, 3.0, -2.0, 5.0, -4.0, 7.0, -6.0]

@@ -97,19 +97,22 @@ Tensor Aliases::of(const Tensor& tensor) {
   return alias;
 }
 
+// Of the base's storage and keys: whether autograd follows, inference mode or not, is the base's to say.
+static Tensor view_of(const Tensor& base, const Tensor& result) {
+  const auto lazy = c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+  Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()),
+                                                         base.key_set() - lazy, result.dtype());
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides(), result.storage_offset());
+  mark_lazy(view, result);
+  return view;
+}
+
 Tensor Aliases::back(const Tensor& result, Launch& launch) {
   if (!result.defined() || result.is_cuda()) return result;
   for (auto& [card, alias] : pairs_)
     if (alias.is_same(result)) return card;
-  for (auto& [impl, storage] : storages_)
-    if (result.has_storage() && storage.unsafeGetStorageImpl() == result.storage().unsafeGetStorageImpl()) {
-      c10::Storage own(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(impl));
-      Tensor view = at::detail::make_tensor<c10::TensorImpl>(
-          c10::TensorImpl::VIEW, std::move(own), c10::DispatchKeySet(c10::DispatchKey::CUDA), result.dtype());
-      view.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides(), result.storage_offset());
-      mark_lazy(view, result);
-      return view;
-    }
+  for (auto& [card, alias] : pairs_)
+    if (result.has_storage() && result.storage().is_alias_of(alias.storage())) return view_of(card, result);
   const Tensor dense = result.is_non_overlapping_and_dense() ? result : result.contiguous();
   Tensor made = empty_on(launch.card, dense.sizes(), dense.strides(), dense.scalar_type());
   launch.touch(made, true);
