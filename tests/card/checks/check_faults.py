@@ -3,6 +3,7 @@
 A fault is a change of one line of the product's source; where that line has changed, change it here too.
 """
 
+import copy
 import gc
 import inspect
 import sys
@@ -167,3 +168,47 @@ def test_a_shortage_anywhere_leaves_nothing_behind(techniques):
         gradients()
         assert all(torch.equal(p.grad.cpu(), one) for p, one in zip(params, expected, strict=True)), n
         reset()
+
+
+# -- what is known and not yet mended
+
+
+def forward_peak(*, lags):
+    """Bytes above the weights in a forward pass of 12 blocks, each saving 2 MiB."""
+    torch.manual_seed(0)
+    model, x = Chain(12, 512).cuda(), torch.randn(1024, 512).cuda()
+    plan = MemoryPlan((CHECKPOINTING, OFFLOAD))
+    plan.wrap(model, [BlockGroup("chain", list(model.blocks))])
+    torch.cuda.synchronize()
+    emucuda.lag(lags)
+    try:
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_stats()["active_bytes.all.current"]
+        with plan.step_context():
+            loss = model(x).square().sum()
+        peak = torch.cuda.memory_stats()["active_bytes.all.peak"] - start
+        del loss
+        torch.cuda.synchronize()
+        return peak
+    finally:
+        emucuda.lag(False)
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="nothing bounds how far the host runs ahead of record_stream's memory"
+)
+def test_a_lagging_card_needs_little_more_for_offloaded_activations():
+    assert forward_peak(lags=True) <= forward_peak(lags=False) + (6 << 20)
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="Offloaded.load_state_dict does not wait for its copies")
+def test_a_loaded_state_may_be_read_at_once():
+    model = Chain(2, 512).cuda()
+    groups = [{"params": [block.shift for block in model.blocks], "lr": 1e-2}]
+    one, other = Offloaded(groups, torch.optim.AdamW), Offloaded(groups, torch.optim.AdamW)
+    model(torch.randn(4, 512).cuda()).sum().backward()
+    one.step()
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    found = [state["exp_avg"].clone() for state in other.state_dict()["state"].values()]
+    torch.cuda.synchronize()
+    assert all(torch.isfinite(moment).all() for moment in found)
