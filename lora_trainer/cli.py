@@ -67,6 +67,9 @@ def _train(arguments: argparse.Namespace) -> None:
         except UserError as error:
             error.where = loaded.located(error.where)
             raise
+        except Exception:
+            stop.check()  # a library that was broken off while it was imported fails in its own way
+            raise
 
 
 def _presets(arguments: argparse.Namespace) -> None:
