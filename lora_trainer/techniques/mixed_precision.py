@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..seam.technique import Asked, Blocks, ContextTechnique, Module, ScalerTechnique, WrapTechnique
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MixedPrecision(WrapTechnique, ContextTechnique, ScalerTechnique):
-    order: ClassVar[int] = 60
-    lossless: ClassVar[bool] = False
+    order = 60
+    lossless = False
 
     dtype: Literal["fp16", "bf16"] = "bf16"
     device: str = "cuda"
