@@ -6,13 +6,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
+from ..atomic import read_json
 from ..config.declared import techniques
 from ..config.loading import Loaded
 from ..config.schema import Config
 from ..errors import t
-from ..journal.run_folder import RunFolder
+from ..journal.run_folder import Lock, RunFolder
 from ..machine.ram import killed_notice
 from ..planner.advice import explain
 from ..planner.foresee import keys
@@ -54,11 +53,11 @@ def read_last_run(loaded: Loaded) -> LastRun | None:
     if not rows:
         return None
     row = rows[-1] if rows[-1].get("event") in ENDS else {}
-    end: End = "done" if row.get("event") == "done" else "stopped" if row else "killed"
-    if end == "killed" and _alive(folder):
+    end: End = row.get("event", "killed")
+    if end == "killed" and Lock(folder).owner() is not None:
         end = "running"
     ooms = [row for row in rows if row.get("event") == "oom"]
-    plan = _plan(folder.path / "plano.json")
+    plan = read_json(folder.plan)
     phase, causes = _peak(plan, str(ooms[-1].get("phase", "")) if ooms else "")
     return LastRun(
         end=end,
@@ -119,23 +118,12 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _plan(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def _peak(plan: Mapping[str, Any], phase: str) -> tuple[str, dict[str, int]]:
     """(phase, bytes by cause): `phases` of the plan are GiB by cause."""
     recorded = plan.get("phases")
-    phases = {
-        str(name): _bytes(causes)
-        for name, causes in (recorded.items() if isinstance(recorded, dict) else ())
-        if isinstance(causes, dict)
-    }
-    if phase not in phases and phases and not phase:
+    by_name = recorded.items() if isinstance(recorded, dict) else ()
+    phases = {str(name): _bytes(causes) for name, causes in by_name if isinstance(causes, dict)}
+    if phases and not phase:
         phase = max(phases, key=lambda name: sum(phases[name].values()))
     return phase, {cause: count for cause, count in phases.get(phase, {}).items() if cause not in ("total", "host")}
 
@@ -143,16 +131,4 @@ def _peak(plan: Mapping[str, Any], phase: str) -> tuple[str, dict[str, int]]:
 def _bytes(gib_by_name: Any) -> dict[str, int]:
     """A mapping in GiB of plano.json, in bytes; what is no number is left out."""
     items = gib_by_name.items() if isinstance(gib_by_name, dict) else ()
-    return {str(name): int(float(count) * GIB) for name, count in items if _is_number(count)}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _alive(folder: RunFolder) -> bool:
-    lock = folder.path.with_name(f".{folder.path.name}.lock")
-    try:
-        return bool(psutil.pid_exists(int(json.loads(lock.read_text())["pid"])))
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return {str(name): int(float(count) * GIB) for name, count in items if type(count) in (int, float)}

@@ -3,16 +3,17 @@
 The key is the question's with the plan's values in place, and without what a simulation does not depend on.
 """
 
-import json
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from ..atomic import keep_json
 from ..config.declared import with_values
 from ..config.names import Key
-from ..engine.tracker import PhasePeak
-from ..journal.progress import write_json
 from ..techniques.block_streaming import MASTER
 from .foresee import Question
 from .simulate import Prediction
@@ -23,6 +24,7 @@ IRRELEVANT: dict[Key, Any] = {
     ("memory", "ram"): None,
     MASTER.key: "auto",
 }
+_PREDICTION = TypeAdapter(Prediction)
 
 
 class Memo:
@@ -38,25 +40,8 @@ class Memo:
             return simulate()
         config = with_values(self._question.config, {**values, **IRRELEVANT})
         path = self._folder / f"{replace(self._question, config=config).key()}-simulated.json"
-        if (known := _read(path)) is not None:
-            return known
+        with contextlib.suppress(OSError, ValueError):  # none, or a damaged one
+            return _PREDICTION.validate_json(path.read_bytes())
         prediction = simulate()
-        _write(path, prediction)
+        keep_json(path, asdict(prediction))
         return prediction
-
-
-def _read(path: Path) -> Prediction | None:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        phases = {name: PhasePeak(**peak) for name, peak in raw["phases"].items()}
-        return Prediction(phases, int(raw["flops"]), int(raw["transferred"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _write(path: Path, prediction: Prediction) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, asdict(prediction))
-    except OSError:
-        return  # costs time, no more
