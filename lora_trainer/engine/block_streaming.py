@@ -70,11 +70,6 @@ def choose(blocks: Sequence[nn.Module], fraction: float) -> list[nn.Module]:
     return chosen
 
 
-def streamable_bytes(groups: Iterable[BlockGroup]) -> int:
-    """What `fraction` is a fraction of."""
-    return sum(frozen_bytes(block) for block in blocks_of(groups))
-
-
 @dataclass(frozen=True)
 class StreamingReport:
     """Bytes in host memory and in the ring; copies so far, and how many of them their block had to wait for."""

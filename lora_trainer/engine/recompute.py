@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -206,9 +206,3 @@ class Recomputed:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self.runs += 1
         return self.forward(*args, **kwargs)
-
-
-def recomputations(model: nn.Module) -> int:
-    """How often blocks ran again for a backward pass since they were wrapped; 0 after a step means it is off."""
-    wrapped = [module.forward for module in model.modules() if isinstance(module.forward, Recomputed)]
-    return sum(each.runs - each.passes for each in wrapped)

@@ -14,12 +14,12 @@ import torch
 from ..config.names import Key, shown
 from ..config.schema import Config, MemoryConfig
 from ..engine.tracker import PhasePeak
-from ..engine.vae_tiling import decodes_tiled, tiles_change
+from ..engine.vae_tiling import tiles_change
 from ..errors import DoesNotFitError, t
 from ..seam.family import ImageFamily
 from .advice import phase_title
 from .ladder import LADDER, Step, tighter
-from .simulate import simulate_captions, simulate_decoding, simulate_images
+from .simulate import simulate_captions, simulate_images
 
 TEXTS = tuple(step for step in LADDER if "text_cache" in step.option.phases)
 IMAGES = tuple(step for step in LADDER if "latent_cache" in step.option.phases and step not in TEXTS)
@@ -187,21 +187,6 @@ def plan_caching(
     )
     phases = {"text_cache": texts, "latent_cache": images}
     return encoding, phases, all(_fits(peak, available) for peak in phases.values())
-
-
-def plan_preview(
-    family: ImageFamily, encoding: Encoding, dtype: torch.dtype, size: tuple[int, int], available: int | None
-) -> tuple[Encoding, PhasePeak, bool]:
-    """The same for decoding a preview of `size` (width, height) pixels; `available`: beside what training keeps."""
-    rungs = [encoding]
-    if "vae_tiling" not in encoding.fixed and not decodes_tiled(encoding.preview_tiling, size) and tiles_change(size):
-        rungs.append(replace(encoding, preview_tiling="yes"))
-    chosen, peak = _first_that_fits(
-        rungs,
-        lambda e: simulate_decoding(family, dtype, size, tiles=decodes_tiled(e.preview_tiling, size)),
-        available,
-    )
-    return chosen, peak, _fits(peak, available)
 
 
 def _text_rungs(start: Encoding) -> Iterator[Encoding]:

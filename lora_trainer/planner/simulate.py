@@ -57,17 +57,9 @@ def simulation_device() -> torch.device:
     return torch.device("cuda" if torch.version.cuda and torch.cuda.is_available() else "cpu")
 
 
-def simulate_training(family: Family, config: Config, dtype: torch.dtype, plan: MemoryPlan, shape: Shape) -> Prediction:
-    """Load, forward, backward, optimizer. `plan` is one made for `simulation_device()`."""
-    batch = family.example_batch(shape.batch_size, shape.resolution)
-    with _fake_run(family, config, dtype, plan) as (tracker, trainee):
-        flops, transferred = _step(trainee, _fake_batch(batch, trainee.device), tracker, shape.accumulation)
-        phases = tracker.peaks()
-    return Prediction(phases, flops, transferred)
-
-
 def simulate_run(family: Family, config: Config, dtype: torch.dtype, plan: MemoryPlan, shape: Shape) -> Prediction:
-    """The same, and what happens between two steps beside the optimizer's state: validation and a preview."""
+    """Load, forward, backward, optimizer, and what happens between two steps beside the optimizer's state: validation and a
+    preview. `plan` is one made for `simulation_device()`."""
     vae = None
     if shape.previews and isinstance(family, ImageFamily):
         vae = family.load_vae(torch.device("meta"), dtype)
@@ -116,17 +108,6 @@ def simulate_images(
         pixels = torch.empty(1, 3, resolution[1], resolution[0], device=device)
         family.encode_image(vae, pixels, [Framing(resolution, (0, 0), resolution)])
         return tracker.peaks()["latent_cache"]
-
-
-def simulate_decoding(family: ImageFamily, dtype: torch.dtype, size: tuple[int, int], *, tiles: bool = False) -> PhasePeak:
-    """The VAE alone, turning the latents of one preview of (width, height) pixels into a picture."""
-    device, vae = simulation_device(), family.load_vae(torch.device("meta"), dtype)
-    shape = family.example_batch(1, size)["latents"].shape
-    with _simulation() as tracker, torch.no_grad(), tiled(vae, tiles):
-        tracker.enter_phase("preview")
-        make_fake(vae, device, tracker)
-        family.decode_image(vae, torch.empty(shape, device=device))
-        return tracker.peaks()["preview"]
 
 
 @contextmanager

@@ -17,9 +17,9 @@ from lora_trainer.data.cache import Cache
 from lora_trainer.data.encode import Encoder, View
 from lora_trainer.engine import attention
 from lora_trainer.engine.attention import ChunkedProcessor, slice_where_unfused
-from lora_trainer.planner.caching import Encoding, plan_caching, plan_preview
+from lora_trainer.planner.caching import Encoding, plan_caching
 from lora_trainer.planner.encoders import load_encoders
-from lora_trainer.planner.simulate import simulate_captions, simulate_decoding, simulate_images
+from lora_trainer.planner.simulate import simulate_captions, simulate_images
 from lora_trainer.seam.family import Family
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
@@ -115,17 +115,6 @@ def test_tiles_are_not_tried_where_they_change_nothing(shipped):
     assert (plain, fits) == (Encoding(), True)
     encoding, _, _ = plan_caching(family, Config(), BF16, (512, 512), 1 << 28)
     assert (encoding.vae_tiling, encoding.images_on_cpu) == (False, True)
-
-
-def test_previews_take_tiles_where_whole_ones_do_not_fit(shipped):
-    family = shipped("sd15")
-    whole, tiled = (simulate_decoding(family, BF16, (768, 768), tiles=on) for on in (False, True))
-    for available, tiling, expected in ((None, "auto", whole), (whole.total - 1, "yes", tiled)):
-        encoding, peak, fits = plan_preview(family, Encoding(), BF16, (768, 768), available)
-        assert (encoding.preview_tiling, peak, fits) == (tiling, expected, True)
-    fixed = Encoding.of(MemoryConfig(vae_tiling="no"))
-    encoding, _, fits = plan_preview(family, fixed, BF16, (768, 768), 1 << 29)
-    assert (encoding, fits) == (fixed, False)
 
 
 # -- keys

@@ -73,7 +73,7 @@ def choice(gib: float) -> Choice:
 def asked(loaded: Loaded, gib: float, **options: Any) -> Foresight:
     source = open_source(str(loaded.config.model.base_model))
     worst = (loaded.config.training.batch_size, loaded.config.data.resolution)
-    return ask(loaded, choice(gib), source, "bf16", worst=worst, previews=False, validation=False, **options)
+    return ask(loaded, choice(gib), source, "bf16", worst=worst, **options)
 
 
 # -- what is kept
@@ -129,7 +129,7 @@ def test_the_bases_shapes_are_in_the_key_and_its_place_is_not(config: Path, tmp_
 
 def test_another_card_needs_no_second_simulation(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = asked(load(config), 8)
-    monkeypatch.setattr(memo, "_write", lambda *_: pytest.fail("simulated again"))
+    monkeypatch.setattr(memo, "keep_json", lambda *_: pytest.fail("simulated again"))
     second = asked(load(config, ["memoria.vram=6"]), 6)
     assert (second.values, second.phases) == (first.values, first.phases)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adapter_models import sdxl_model
+from helpers.counts import packed_weights
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -20,7 +21,6 @@ from lora_trainer.engine.packed import (
     Packing,
     RowScaled,
     pack_layers,
-    packed_weights,
     packing_report,
 )
 from lora_trainer.engine.tracker import MemoryTracker
