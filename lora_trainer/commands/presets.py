@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..config import names, presets
 from ..config.loading import Loaded, load
-from ..errors import ConfigError, language, t
+from ..errors import ConfigError, t
 from ..families import family_class
 from ..machine.hardware import Machine
 from ..planner.picker import pick, preset_budget
@@ -108,7 +108,7 @@ def _table(family: str, found: Sequence[Row], chosen: str | None) -> Table:
     table.add_row(t(pt="cabe em", en="fits in"), *(gib(preset_budget(row.preset)) for row in found))
     for key in _shown_for(family):
         option = names.options()[key]
-        table.add_row(option.shown().partition(".")[2], *(_shown(option, row.value(key)) for row in found))
+        table.add_row(option.shown().partition(".")[2], *(option.said(row.value(key)) for row in found))
     if any(row.predicted for row in found):
         peaks = (_peak(row.predicted) for row in found)
         table.add_row(t(pt="pico previsto", en="predicted peak"), *peaks)
@@ -129,12 +129,6 @@ def _peak(predicted: Predicted | None) -> str:
     if predicted is None:
         return ""
     return gib(predicted.peak) + ("" if predicted.fits else t(pt=" (não cabe)", en=" (does not fit)"))
-
-
-def _shown(option: names.Option, value: Any) -> str:
-    if isinstance(value, tuple):
-        return "x".join(map(str, value))
-    return option.word(value, language()) if isinstance(value, str) else f"{value:g}"
 
 
 def _as_json(tables: dict[str, list[Row]]) -> dict[str, Any]:

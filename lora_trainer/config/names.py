@@ -78,6 +78,12 @@ class Option:
         spellings = (word for word, meaning in self.words.items() if meaning == choice and lang == "pt")
         return next(spellings, str(choice))
 
+    def said(self, value: Any) -> str:
+        """A value as people read it: `sim`, `512x768`, `0.5`."""
+        if isinstance(value, tuple):
+            return "x".join(map(str, value))
+        return self.word(value, language()) if isinstance(value, str) else f"{value:g}"
+
 
 def fold(text: str) -> str:
     """Lower case, no accents, `-` as `_`: for comparing, not for storing."""
