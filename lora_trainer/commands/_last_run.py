@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,9 +41,6 @@ class LastRun:
     @property
     def memory_ended(self) -> bool:
         return self.reason in MEMORY_REASONS or (self.end == "killed")
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def read_last_run(loaded: Loaded) -> LastRun | None:

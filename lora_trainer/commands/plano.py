@@ -4,7 +4,6 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -86,7 +85,7 @@ class Planned:
 
 
 def show(arguments: argparse.Namespace, settings: Sequence[str]) -> None:
-    loaded = load(Path(arguments.config) if arguments.config else None, settings, required=())
+    loaded = load(arguments.config or None, settings, required=())
     planned = plan(loaded)
     if arguments.json:
         print(json.dumps(as_json(planned), ensure_ascii=False, indent=2))

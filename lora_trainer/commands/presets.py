@@ -4,7 +4,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -55,7 +54,7 @@ class Row:
 
 
 def show(arguments: argparse.Namespace, settings: Sequence[str]) -> None:
-    path = Path(arguments.config) if arguments.config else None
+    path = arguments.config or None
     loaded = load(path, settings, required=())
     chosen = pick(loaded.config.memory, loaded.config.system.device, Machine.read())
     tables = {}

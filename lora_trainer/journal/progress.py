@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -43,27 +43,19 @@ class Terminal:
 
     def say(self, text: str, style: str = "") -> None:
         self.console.print(text, style=style, markup=False)
-        self._log(text)
+        self.note(text)
 
     def warn(self, text: str) -> None:
         self.say(f"{t(pt='aviso', en='warning')}: {text}", style="yellow")
-
-    def note(self, text: str) -> None:
-        """Into registro.log only."""
-        self._log(text)
 
     def phase(self, text: str) -> None:
         self.say(f"• {text}", style="bold")
 
     def log_handler(self) -> logging.Handler:
         """Warnings that deep code logs become notices here."""
-        terminal = self
-
-        class Handler(logging.Handler):
-            def emit(self, record: logging.LogRecord) -> None:
-                terminal.warn(record.getMessage())
-
-        return Handler(logging.WARNING)
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: self.warn(record.getMessage())  # type: ignore[method-assign]
+        return handler
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
@@ -72,11 +64,11 @@ class Terminal:
         for row in rows:
             table.add_row(*row)
         self.console.print(table)
-        self._log(title)
-        for row in [columns, *rows]:
-            self._log("  " + "  ".join(row))
+        for line in (title, *("  " + "  ".join(row) for row in [columns, *rows])):
+            self.note(line)
 
-    def _log(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Into registro.log only."""
         with contextlib.suppress(OSError):  # a full disk must not end the run
             self.log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
             self.log.flush()
@@ -84,7 +76,7 @@ class Terminal:
     @contextmanager
     def bar(self, title: str, total: int, start: int = 0) -> Iterator["Bar"]:
         bar = Bar(self, title, total, start)
-        with bar.progress if bar.progress else _nothing():
+        with bar.progress or nullcontext():
             yield bar
 
     @contextmanager
@@ -140,11 +132,6 @@ class Bar:
         elif self.done >= self.total or time.monotonic() - self.last_line >= PLAIN_LINE_SECONDS:
             self.terminal.say(f"  {self.title} {self.done}/{self.total} {note}".rstrip())
             self.last_line = time.monotonic()
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 class Metrics:

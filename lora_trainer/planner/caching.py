@@ -50,21 +50,14 @@ class Encoding:
     """The OPTIONS that are not ours to change."""
 
     @classmethod
-    def of(
-        cls,
-        memory: MemoryConfig,
-        written: Iterable[Key] | None = None,
-        solved: Mapping[Key, Any] | None = None,
-    ) -> "Encoding":
-        """What the options say; where they say auto, what was solved, else plain and whole.
+    def of(cls, memory: MemoryConfig, written: Iterable[Key] | None = None) -> "Encoding":
+        """What the options say; where they say auto, plain and whole.
 
         `written`: options that are the user's own (by default all that are not at auto); a preset's may be tightened.
         """
         values = {name: getattr(memory, name) for name in OPTIONS}
         own = set(OPTIONS) if written is None else {name for section, name in written if section == "memory"}
         fixed = tuple(name for name in OPTIONS if name in own and values[name] != "auto")
-        free = {name: value for (section, name), value in (solved or {}).items() if section == "memory"}
-        values |= {name: value for name, value in free.items() if name in OPTIONS and name not in fixed}
         return cls(
             text_streaming=values["text_streaming"] == "yes",
             text_quantization="no" if values["text_quantization"] == "auto" else values["text_quantization"],

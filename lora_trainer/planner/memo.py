@@ -28,16 +28,14 @@ _PREDICTION = TypeAdapter(Prediction)
 
 
 class Memo:
-    """`folder` None keeps nothing."""
+    """Of one question, in `folder`."""
 
-    def __init__(self, question: Question, folder: Path | None) -> None:
+    def __init__(self, question: Question, folder: Path) -> None:
         self._question = replace(question, available=None, written=frozenset(), preset_first=False)
         self._folder = folder
 
     def recall(self, values: Mapping[Key, Any], simulate: Callable[[], Prediction]) -> Prediction:
         """The prediction for these options, simulated if it must be."""
-        if self._folder is None:
-            return simulate()
         config = with_values(self._question.config, {**values, **IRRELEVANT})
         path = self._folder / f"{replace(self._question, config=config).key()}-simulated.json"
         with contextlib.suppress(OSError, ValueError):  # none, or a damaged one

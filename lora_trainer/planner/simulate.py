@@ -20,7 +20,7 @@ from ..adapters import training_lora
 from ..config.schema import Config
 from ..engine.block_streaming import ring_buffers
 from ..engine.fake import QuickFakeMode
-from ..engine.tracker import MemoryTracker, PhasePeak, host_memory, mark_resident
+from ..engine.tracker import MemoryTracker, PhasePeak, host_memory, mark_resident, own_tensors
 from ..engine.vae_tiling import decodes_tiled, tiled
 from ..optim import optimizers
 from ..optim.offloaded import Offloaded
@@ -126,10 +126,7 @@ def _fake_run(
 
     The model is made on meta before the mode is entered: `Module.to` and peft's injection fail on fake parameters.
     """
-    with_text = config.model.train_text_encoder or config.data.cache_text_encoder == "no"
-    model = family.load_model(
-        torch.device("meta"), dtype, with_text=with_text, prepare=lambda m: plan.convert(m, family.blocks(m))
-    )
+    model = meta_model(family, config, dtype, plan)
     training_lora.wear(model, family, config.model, dtype)
     adapter = adapters.inject(model, family, config.model, seed=0, formats=family.chosen_formats(config.output.formats))
     with _simulation() as tracker:
@@ -142,6 +139,14 @@ def _fake_run(
         tracker.enter_phase("optimizer")
         first_update(trainee, tracker)
         yield tracker, trainee
+
+
+def meta_model(family: Family, config: Config, dtype: torch.dtype, plan: MemoryPlan) -> nn.ModuleDict:
+    """The base on meta, as the plan stores it; with text encoders where they are part of the trained model."""
+    with_text = config.model.train_text_encoder or config.data.cache_text_encoder == "no"
+    return family.load_model(
+        torch.device("meta"), dtype, with_text=with_text, prepare=lambda m: plan.convert(m, family.blocks(m))
+    )
 
 
 def make_fake(model: nn.Module, device: torch.device, tracker: MemoryTracker, *, checked: bool = False) -> None:
@@ -174,12 +179,10 @@ def _comes_packed(layer: Any) -> bool:
 
 def _fake_tensors(layer: Any, home: torch.device, *, trained: bool) -> None:
     with host_memory(hasattr(layer, "home")):
-        for owner in (layer._parameters, layer._buffers):
-            for name, old in list(owner.items()):
-                if old is not None and old.is_meta and old.requires_grad == trained:
-                    value = torch.empty(old.shape, dtype=old.dtype, device=home)
-                    is_parameter = isinstance(old, nn.Parameter)
-                    owner[name] = nn.Parameter(value, old.requires_grad) if is_parameter else value
+        for owner, name, old in own_tensors(layer):
+            if old.is_meta and old.requires_grad == trained:
+                value = torch.empty(old.shape, dtype=old.dtype, device=home)
+                owner[name] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
 
 
 def _unpack_one_by_one(model: nn.Module) -> None:

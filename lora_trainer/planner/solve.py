@@ -24,14 +24,10 @@ ADAPTER_KEPT = ("adapter", "optimizer")
 
 
 def foresee(question: Question, folder: Path) -> Foresight:
-    """Solve the `auto` options and simulate every phase; the answer is kept in `folder`."""
-    found = answer(question, folder)
-    keep(found, question, folder)
-    return found
+    """Solve the `auto` options and simulate every phase; the answer is kept in `folder`, and so are the simulations.
 
-
-def answer(question: Question, folder: Path | None = None) -> Foresight:
-    """`folder`: where simulations are kept. Raises SourceError or ConfigError for bases and options that cannot be trained."""
+    Raises SourceError or ConfigError for bases and options that cannot be trained.
+    """
     config, dtype = question.config, DTYPES[question.precision]
     family = resolve(config.model, config.data, planning=True)
     family.configure(config.training, config.data)
@@ -60,7 +56,7 @@ def answer(question: Question, folder: Path | None = None) -> Foresight:
     phases |= {name: best.prediction.phases[name] for name in ORDER if name in best.prediction.phases}
     fits = best.fits(question.available)
     rungs = Rungs(planner, best)
-    return Foresight(
+    found = Foresight(
         values=best.values,
         micro_batch=best.micro_batch,
         phases=phases,
@@ -77,6 +73,8 @@ def answer(question: Question, folder: Path | None = None) -> Foresight:
         texts=not isinstance(family, ImageFamily),
         adapter_bytes=sum(best.prediction.phases["optimizer"].causes[cause] for cause in ADAPTER_KEPT),
     )
+    keep(found, question, folder)
+    return found
 
 
 def _caching(
@@ -85,10 +83,7 @@ def _caching(
     """Texts need no encoding."""
     if not isinstance(family, ImageFamily):
         return Encoding.of(question.config.memory, question.written), {}
-    encoding, phases, _ = plan_caching(
-        family, question.config, dtype, size, question.available, question.written
-    )
-    return encoding, phases
+    return plan_caching(family, question.config, dtype, size, question.available, question.written)[:2]
 
 
 def _tried(candidate: Candidate) -> Tried:

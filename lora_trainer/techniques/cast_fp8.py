@@ -6,12 +6,10 @@ a row stay as exact as large ones. Only storage is in fp8, so it works on every 
 when both are on.
 """
 
-from dataclasses import dataclass
 
 from ._quantizer import RowQuantizer
 
 
-@dataclass(frozen=True)
 class CastFp8(RowQuantizer):
     storage = "float8_e4m3fn"
     value = "fp8"

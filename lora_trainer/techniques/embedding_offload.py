@@ -7,13 +7,10 @@ Frozen weights only; adapters stay on the card. Left out: a head that carries an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ..config.declared import Declared
 from ..seam.technique import RESIDENT, Blocks, ConvertTechnique, Module, WrapTechnique
 
 
-@dataclass(frozen=True)
 class EmbeddingOffload(ConvertTechnique, WrapTechnique):
     title = ("descarga de embeddings", "embedding offload")
     when = ("vocabulários grandes, de modelos de linguagem", "large vocabularies, of language models")

@@ -5,12 +5,10 @@ weights lose 5.5 % (root mean square), where cast_fp8 loses 3 % and quantize_8bi
 with an outlier, weights 2^-30 of it are still told from zero. Only storage is in fp8, so it works on every card.
 """
 
-from dataclasses import dataclass
 
 from ._quantizer import RowQuantizer
 
 
-@dataclass(frozen=True)
 class Fp8E5m2(RowQuantizer):
     storage = "float8_e5m2"
     value = "fp8_e5m2"

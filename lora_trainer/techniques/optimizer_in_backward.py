@@ -7,7 +7,6 @@ for all) cannot go with it; nor can a window be redone once its backward pass be
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..config.declared import Conflict, Declared
@@ -25,7 +24,6 @@ SWITCH = Declared(
         "Step each weight as soon as its gradient exists; without accumulation and without clipping."))
 
 
-@dataclass(frozen=True)
 class OptimizerInBackward(OptimizerTechnique):
     title = ("passo dentro do backward", "step in the backward pass")
     when = ("sem acumulação e sem corte de gradiente", "no accumulation, no clipping")

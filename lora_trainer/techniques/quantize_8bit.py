@@ -5,12 +5,10 @@ Each output row has its own factor, so a weight moves by at most 1/254 of its ro
 what quantize_4bit left alone when both are on. Left out: integer matrix products (LLM.int8()), which quantise activations.
 """
 
-from dataclasses import dataclass
 
 from ._quantizer import BASE, TEXT, RowQuantizer
 
 
-@dataclass(frozen=True)
 class Quantize8bit(RowQuantizer):
     options = (BASE, TEXT)
     storage = "int8"

@@ -42,14 +42,6 @@ def test_what_is_written_is_fixed_and_a_presets_value_is_not():
     assert (made.fixed, made.text_quantization, made.preview_tiling) == (("text_streaming",), "nf4", "auto")
 
 
-def test_what_was_solved_counts_where_the_user_left_it_open():
-    memory = MemoryConfig(vae_tiling="no")
-    solved = {STREAMING: "yes", QUANTIZATION: "int8", TILING: "yes", ("memory", "block_streaming"): 0.5}
-    made = Encoding.of(memory, solved=solved)
-    assert made == Encoding(True, "int8", preview_tiling="no", fixed=("vae_tiling",))
-    assert Encoding.of(MemoryConfig(), solved=solved).vae_tiling
-
-
 def test_a_resumed_run_goes_on_where_it_was_but_for_what_the_user_fixed_since():
     came_down = Encoding(text_streaming=True, text_on_cpu=True, vae_tiling=True, mixed=True, preview_tiling="yes")
     kept = Encoding.from_json(json.loads(json.dumps({**came_down.to_json(), "of another version": 1})))
