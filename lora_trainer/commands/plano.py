@@ -53,11 +53,6 @@ class Planned:
         return tokens / self.seconds if self.found.texts else None
 
     @property
-    def split(self) -> bool:
-        """In smaller micro-batches than the config says."""
-        return self.found.micro_batch < self.loaded.config.training.batch_size
-
-    @property
     def accumulation(self) -> int:
         """Micro-batches of a step."""
         training = self.loaded.config.training
@@ -172,7 +167,7 @@ def _print(planned: Planned) -> None:
     console.print(_phase_table(found))
     console.print(_verdict(planned), style="green" if found.fits else "red", markup=False)
     chosen = settings_text(planned.values)
-    if planned.split:
+    if found.micro_batch < planned.loaded.config.training.batch_size:
         chosen = f"{at_a_time(found.micro_batch)}, {chosen}"
     console.print(t(pt=f"plano: {chosen}", en=f"plan: {chosen}"), markup=False)
     for line in [*_reasons(planned), *_costs(planned)]:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config import names, presets
+from ..config.declared import value_of
 from ..config.loading import Loaded, load
 from ..errors import ConfigError, t
 from ..families import family_class
@@ -50,7 +51,7 @@ class Row:
     def value(self, key: names.Key) -> Any:
         """As the plan solves it, where the preset leaves it open."""
         solved = self.predicted.values if self.predicted else {}
-        return solved.get(key, getattr(getattr(self.loaded.config, key[0]), key[1]))
+        return solved.get(key, value_of(self.loaded.config, key))
 
 
 def show(arguments: argparse.Namespace, settings: Sequence[str]) -> None:

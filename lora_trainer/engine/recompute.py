@@ -47,10 +47,9 @@ def recompute(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             result = function(*args, **kwargs)
     finally:
         _first_runs -= 1
-    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-    for output in outputs:
-        assert output.grad_fn is not None
-        output.grad_fn.register_prehook(frame.begin)
+    for output in tree_leaves(result):
+        if isinstance(output, Tensor) and output.grad_fn is not None:
+            output.grad_fn.register_prehook(frame.begin)
     return result
 
 

@@ -3,6 +3,7 @@
 saida/<name>/  <name>.safetensors  config.yaml  plano.json  metricas.jsonl  registro.log  amostras/  estado/
 """
 
+import glob
 import json
 import os
 import shutil
@@ -71,7 +72,7 @@ class RunFolder:
         return self.path / f"{self.name}{middle}{self._ending(format_)}"
 
     def intermediate(self, format_: str) -> list[Path]:
-        return sorted(self.path.glob(f"{_escape(self.name)}-passo??????{self._ending(format_)}"))
+        return sorted(self.path.glob(f"{glob.escape(self.name)}-passo??????{self._ending(format_)}"))
 
     def _ending(self, format_: str) -> str:
         return ".safetensors" if format_ == self.usual else ENDINGS[format_]
@@ -164,6 +165,3 @@ def keep_last(paths: list[Path], count: int) -> None:
         else:
             path.unlink(missing_ok=True)
 
-
-def _escape(name: str) -> str:
-    return "".join(f"[{c}]" if c in "[]*?" else c for c in name)

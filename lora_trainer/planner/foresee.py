@@ -96,11 +96,8 @@ class Question:
     precision: str
     """Name of the compute dtype."""
     batch_size: int
-    accumulation: int
     resolution: tuple[int, int] | None
     """Of the largest example, as Family.example_batch takes it; None is what the config allows."""
-    previews: bool
-    validation: bool
     available: int | None
     written: frozenset[Key]
     preset_first: bool = False

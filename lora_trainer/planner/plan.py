@@ -88,7 +88,7 @@ class Planner:
     preset_first: bool = False
     """The config lies over a preset that the user named."""
     recall: Callable[[Mapping[Key, Any], Callable[[], Prediction]], Prediction] = lambda _, simulate: simulate()
-    """Where simulations are kept, if anywhere (memo.py)."""
+    """Where simulations are kept, if anywhere (solve.py)."""
     tried: list[Candidate] = field(default_factory=list)
     """Of all sizes of micro-batches."""
     _stored: dict[str, Blocks] = field(default_factory=dict)
