@@ -12,7 +12,6 @@ from ..config.loading import Loaded
 from ..config.schema import Config
 from ..errors import t
 from ..journal.run_folder import Lock, RunFolder
-from ..machine.ram import killed_notice
 from ..planner.advice import explain
 from ..planner.foresee import keys
 from ..units import GIB
@@ -75,7 +74,11 @@ def last_run_lines(run: LastRun, config: Config) -> list[str]:
     if run.problem:
         lines.append(f"  {run.problem}")
     if run.end == "killed":
-        lines.append(f"  {killed_notice()}")
+        notice = t(
+            pt="  a execução acabou sem dizer por quê: o sistema a encerrou, quase sempre porque faltou RAM",
+            en="  the run ended without saying why: the system killed it, nearly always because RAM ran out",
+        )
+        lines.append(notice)
     if run.ooms:
         count = len(run.ooms)
         lines.append(t(pt=f"  faltou VRAM {count} vez(es)", en=f"  out of VRAM {count} time(s)"))
