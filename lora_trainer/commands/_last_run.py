@@ -1,9 +1,7 @@
 """How the last run of a config ended, read from its folder: metricas.jsonl, plano.json and its lock."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from ..atomic import read_json
@@ -11,6 +9,7 @@ from ..config.declared import techniques
 from ..config.loading import Loaded
 from ..config.schema import Config
 from ..errors import t
+from ..journal.progress import read_metrics
 from ..journal.run_folder import Lock, RunFolder
 from ..planner.advice import explain
 from ..planner.foresee import keys
@@ -45,7 +44,7 @@ class LastRun:
 def read_last_run(loaded: Loaded) -> LastRun | None:
     """None where the config has not been run."""
     folder = RunFolder(loaded.run_dir, loaded.name)
-    rows = _last_start(_rows(folder.metrics))
+    rows = _last_start(read_metrics(folder.metrics))
     if not rows:
         return None
     row = rows[-1] if rows[-1].get("event") in ENDS else {}
@@ -103,19 +102,6 @@ def _last_start(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows since the end before the last: resumed runs append to the same file."""
     ends = [index for index, row in enumerate(rows[:-1]) if row.get("event") in ENDS]
     return rows[ends[-1] + 1 :] if ends else rows
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """A line cut by a killed process is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
 
 
 def _peak(plan: Mapping[str, Any], phase: str) -> tuple[str, dict[str, int]]:

@@ -1,9 +1,9 @@
 """The loss and the learning rate over the run, drawn from metricas.jsonl."""
 
-import json
 from pathlib import Path
 
 from ..errors import t
+from .progress import read_metrics
 
 SMOOTHING = 0.05
 """Share of the run in the moving average."""
@@ -14,7 +14,7 @@ def plot_metrics(metrics: Path, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    rows = read_metrics(metrics)
     steps = {row["step"]: row for row in rows if "loss" in row and "event" not in row}
     validation = {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
     if not steps:

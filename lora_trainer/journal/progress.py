@@ -158,6 +158,15 @@ class Metrics:
             self.file.close()
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """None where there is no file; a line cut by a killed process is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
+
+
 def _drop_partial_line(path: Path) -> None:
     if not path.exists():
         return
