@@ -25,6 +25,22 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink()
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; {} where there is none, or a damaged one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def keep_json(path: Path, value: Any) -> None:
+    """What may be forgotten: a folder that cannot be written costs time, no more."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, value)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Atomic: the file is either the old one or the new one."""
     with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:

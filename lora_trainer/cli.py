@@ -1,7 +1,7 @@
 """The command line: words to a checked config, then to the part of the program that does the work.
 
 Only argparse is imported up front, so that `--help` is instant; a wrong config is told before torch is loaded.
-A sub-command is one line in COMMANDS.
+A sub-command is one line in COMMANDS and the file of commands/ with its Portuguese name.
 """
 
 import argparse
@@ -9,16 +9,13 @@ import difflib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from . import __version__
+from . import __version__, plugins
 from .errors import ConfigError, ErrorReport, Interrupted, UserError, set_language, t
-
-if TYPE_CHECKING:
-    from .config.loading import Loaded
 
 INTERRUPTED = 130
 OUR_BUG = 1
@@ -28,11 +25,8 @@ OUR_BUG = 1
 class Command:
     pt: str
     en: str
-    run: Callable[[argparse.Namespace], int | None]
-    """Returns an exit code where that is not 0; trouble is raised."""
     doc_pt: str
     doc_en: str
-    needs_config: bool = True
 
 
 def _settings(arguments: argparse.Namespace) -> list[str]:
@@ -41,17 +35,12 @@ def _settings(arguments: argparse.Namespace) -> list[str]:
     return [*arguments.settings, *(f"{key}={value}" for key, value in flags.items() if value is not None)]
 
 
-def _load(arguments: argparse.Namespace) -> "Loaded":
-    from .config.loading import load
-
-    return load(Path(arguments.config), _settings(arguments))
-
-
 def _train(arguments: argparse.Namespace) -> None:
     """Loaded.notices are told by `run.train`, which also writes them to the log."""
+    from .config.loading import load
     from .config.paths import prepare_output
 
-    loaded = _load(arguments)
+    loaded = load(Path(arguments.config), _settings(arguments))
     prepare_output(loaded.run_dir)
     arguments.log = loaded.run_dir / "registro.log"
     from .journal.interrupt import stop_on_signals
@@ -72,46 +61,17 @@ def _train(arguments: argparse.Namespace) -> None:
             raise
 
 
-def _presets(arguments: argparse.Namespace) -> None:
-    from .commands.presets import show
-
-    show(arguments, _settings(arguments))
-
-
-def _plan(arguments: argparse.Namespace) -> None:
-    from .commands.plano import show
-
-    show(arguments, _settings(arguments))
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from .commands.diagnostico import show
-
-    return show(arguments, _settings(arguments))
-
-
+TRAIN = Command("treinar", "train", "treina o LoRA (o que acontece sem comando)", "train the LoRA (the default)")
 COMMANDS = (
-    Command("treinar", "train", _train, "treina o LoRA (o que acontece sem comando)", "train the LoRA (the default)"),
+    TRAIN,
     Command(
-        "plano",
-        "plan",
-        _plan,
-        "prevê memória, tempo e técnicas, sem treinar",
-        "predict memory, time and techniques, without training",
-        False,
-    ),
+        "plano", "plan",
+        "prevê memória, tempo e técnicas, sem treinar", "predict memory, time and techniques, without training"),
+    Command("presets", "presets", "compara os presets de 4 a 24 GB", "compare the presets from 4 to 24 GB"),
     Command(
-        "presets", "presets", _presets, "compara os presets de 4 a 24 GB", "compare the presets from 4 to 24 GB", False
-    ),
-    Command(
-        "diagnostico",
-        "doctor",
-        _doctor,
-        "examina a máquina e, com --config, a última execução",
-        "examine the machine and, with --config, the last run",
-        False,
-    ),
-)
+        "diagnostico", "doctor",
+        "examina a máquina e, com --config, a última execução", "examine the machine and, with --config, the last run"),
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -148,11 +108,19 @@ def _run(words: Sequence[str], arguments: argparse.Namespace) -> int:
         return int(leaving.code or 0)
     if unknown:
         raise _unknown_flags(unknown, parser)
-    command = COMMANDS[0]
+    command = TRAIN
     if arguments.settings and "=" not in arguments.settings[0]:
         command = _find_command(arguments.settings.pop(0))
-    _check_settings(arguments)
-    if command.needs_config and not arguments.config:
+    if arguments.resume and arguments.restart:
+        raise ConfigError.said(
+            pt="--retomar e --recomecar não andam juntos",
+            en="--resume and --restart exclude each other",
+            hint_pt="fique com um dos dois",
+            hint_en="keep one of them",
+        )
+    if command is not TRAIN:
+        return plugins.load("lora_trainer.commands", command.pt).show(arguments, _settings(arguments)) or 0
+    if not arguments.config:
         print(parser.format_usage(), end="", file=sys.stderr)
         raise ConfigError.said(
             pt="falta --config",
@@ -160,7 +128,8 @@ def _run(words: Sequence[str], arguments: argparse.Namespace) -> int:
             hint_pt="por exemplo: python treinar.py --config minha_config.yaml (--help mostra tudo)",
             hint_en="for example: python treinar.py --config my_config.yaml (--help shows everything)",
         )
-    return command.run(arguments) or 0
+    _train(arguments)
+    return 0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -241,20 +210,12 @@ def _find_command(word: str) -> Command:
         if word in (command.pt, command.en):
             return command
     known = [name for command in COMMANDS for name in (command.pt, command.en)]
-    hint = t(pt="use `chave=valor`, por exemplo treino.epocas=3", en="use `key=value`, for example training.epochs=3")
+    hint = _did_you_mean(word, known, 0.6) or t(
+        pt="use `chave=valor`, por exemplo treino.epocas=3", en="use `key=value`, for example training.epochs=3"
+    )
     if word.lower().endswith((".yaml", ".yml")):
         hint = f"python treinar.py --config {word}"
-    elif near := difflib.get_close_matches(word, known, 1, 0.6):
-        hint = t(pt=f"você quis dizer `{near[0]}`?", en=f"did you mean `{near[0]}`?")
     raise ConfigError(t(pt=f"não conheço o comando `{word}`", en=f"unknown command `{word}`"), hint)
-
-
-def _check_settings(arguments: argparse.Namespace) -> None:
-    if arguments.resume and arguments.restart:
-        raise ConfigError(
-            t(pt="--retomar e --recomecar não andam juntos", en="--resume and --restart exclude each other"),
-            t(pt="fique com um dos dois", en="keep one of them"),
-        )
 
 
 def _unknown_flags(unknown: Sequence[str], parser: argparse.ArgumentParser) -> UserError:
@@ -263,12 +224,14 @@ def _unknown_flags(unknown: Sequence[str], parser: argparse.ArgumentParser) -> U
     errors = []
     for word in (w for w in unknown if w.startswith("-")):
         flag, _, value = word.partition("=")
-        near = difflib.get_close_matches(flag, known, 1, 0.7)
-        hint = (
-            t(pt=f"você quis dizer `{near[0]}`?", en=f"did you mean `{near[0]}`?") if near else _as_setting(flag, value)
-        )
+        hint = _did_you_mean(flag, known, 0.7) or _as_setting(flag, value)
         errors.append(str(ConfigError(t(pt=f"não conheço `{flag}`", en=f"unknown flag `{flag}`"), hint)))
     return ErrorReport("\n".join(f"{t(pt='erro', en='error')}: {text}" for text in errors))
+
+
+def _did_you_mean(word: str, known: Sequence[str], cutoff: float) -> str:
+    near = difflib.get_close_matches(word, known, 1, cutoff)
+    return t(pt=f"você quis dizer `{near[0]}`?", en=f"did you mean `{near[0]}`?") if near else ""
 
 
 def _as_setting(flag: str, value: str) -> str:

@@ -25,8 +25,6 @@ class Optimizer(Row):
     """Its 8-bit version: itself where it is one, "" where there is none."""
     unpaged: str = ""
     """The optimizer that differs only in where its state lies: not in memory that the driver moves to the host."""
-    small: bool = False
-    """Its state is small beside the weights it trains."""
     fused: bool = False
     """PyTorch's own choice on a card holds temporaries as large as all parameters, unless `fused` is asked for."""
     finds_rate: bool = False
@@ -58,9 +56,7 @@ _EXTRA = "lora-trainer[otimizadores]"
 
 def _bitsandbytes(name: str, cls: str, unpaged: str = "") -> Optimizer:
     hidden = ("optim_bits", "args", "amsgrad", "is_paged")
-    return Optimizer(
-        name, "bitsandbytes.optim", cls, "bitsandbytes", hidden=hidden, eight_bit=name, unpaged=unpaged, small=True
-    )
+    return Optimizer(name, "bitsandbytes.optim", cls, "bitsandbytes", hidden=hidden, eight_bit=name, unpaged=unpaged)
 
 
 OPTIMIZERS = table(
@@ -77,7 +73,6 @@ OPTIMIZERS = table(
         # scale_parameter multiplies the rate by each tensor's size, which for LoRA's zero-initialised B is nearly nothing.
         defaults={"scale_parameter": False},
         beyond_options=("eps",),  # a pair
-        small=True,
     ),
     Optimizer("prodigy", "pytorch_optimizer", "Prodigy", _EXTRA, finds_rate=True),
     Optimizer("came", "pytorch_optimizer", "CAME", _EXTRA),

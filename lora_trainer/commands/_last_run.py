@@ -1,19 +1,16 @@
 """How the last run of a config ended, read from its folder: metricas.jsonl, plano.json and its lock."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import psutil
-
+from ..atomic import read_json
 from ..config.declared import techniques
 from ..config.loading import Loaded
 from ..config.schema import Config
 from ..errors import t
-from ..journal.run_folder import RunFolder
-from ..machine.ram import killed_notice
+from ..journal.progress import read_metrics
+from ..journal.run_folder import Lock, RunFolder
 from ..planner.advice import explain
 from ..planner.foresee import keys
 from ..units import GIB
@@ -43,22 +40,19 @@ class LastRun:
     def memory_ended(self) -> bool:
         return self.reason in MEMORY_REASONS or (self.end == "killed")
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def read_last_run(loaded: Loaded) -> LastRun | None:
     """None where the config has not been run."""
     folder = RunFolder(loaded.run_dir, loaded.name)
-    rows = _last_start(_rows(folder.metrics))
+    rows = _last_start(read_metrics(folder.metrics))
     if not rows:
         return None
     row = rows[-1] if rows[-1].get("event") in ENDS else {}
-    end: End = "done" if row.get("event") == "done" else "stopped" if row else "killed"
-    if end == "killed" and _alive(folder):
+    end: End = row.get("event", "killed")
+    if end == "killed" and Lock(folder).owner() is not None:
         end = "running"
     ooms = [row for row in rows if row.get("event") == "oom"]
-    plan = _plan(folder.path / "plano.json")
+    plan = read_json(folder.plan)
     phase, causes = _peak(plan, str(ooms[-1].get("phase", "")) if ooms else "")
     return LastRun(
         end=end,
@@ -79,7 +73,11 @@ def last_run_lines(run: LastRun, config: Config) -> list[str]:
     if run.problem:
         lines.append(f"  {run.problem}")
     if run.end == "killed":
-        lines.append(f"  {killed_notice()}")
+        notice = t(
+            pt="  a execução acabou sem dizer por quê: o sistema a encerrou, quase sempre porque faltou RAM",
+            en="  the run ended without saying why: the system killed it, nearly always because RAM ran out",
+        )
+        lines.append(notice)
     if run.ooms:
         count = len(run.ooms)
         lines.append(t(pt=f"  faltou VRAM {count} vez(es)", en=f"  out of VRAM {count} time(s)"))
@@ -106,36 +104,12 @@ def _last_start(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows[ends[-1] + 1 :] if ends else rows
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """A line cut by a killed process is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
-
-
-def _plan(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def _peak(plan: Mapping[str, Any], phase: str) -> tuple[str, dict[str, int]]:
     """(phase, bytes by cause): `phases` of the plan are GiB by cause."""
     recorded = plan.get("phases")
-    phases = {
-        str(name): _bytes(causes)
-        for name, causes in (recorded.items() if isinstance(recorded, dict) else ())
-        if isinstance(causes, dict)
-    }
-    if phase not in phases and phases and not phase:
+    by_name = recorded.items() if isinstance(recorded, dict) else ()
+    phases = {str(name): _bytes(causes) for name, causes in by_name if isinstance(causes, dict)}
+    if phases and not phase:
         phase = max(phases, key=lambda name: sum(phases[name].values()))
     return phase, {cause: count for cause, count in phases.get(phase, {}).items() if cause not in ("total", "host")}
 
@@ -143,16 +117,4 @@ def _peak(plan: Mapping[str, Any], phase: str) -> tuple[str, dict[str, int]]:
 def _bytes(gib_by_name: Any) -> dict[str, int]:
     """A mapping in GiB of plano.json, in bytes; what is no number is left out."""
     items = gib_by_name.items() if isinstance(gib_by_name, dict) else ()
-    return {str(name): int(float(count) * GIB) for name, count in items if _is_number(count)}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _alive(folder: RunFolder) -> bool:
-    lock = folder.path.with_name(f".{folder.path.name}.lock")
-    try:
-        return bool(psutil.pid_exists(int(json.loads(lock.read_text())["pid"])))
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return {str(name): int(float(count) * GIB) for name, count in items if type(count) in (int, float)}

@@ -61,13 +61,13 @@ class Check:
 
 
 def show(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
-    loaded = load(Path(arguments.config) if arguments.config else None, settings, required=())
+    loaded = load(arguments.config or None, settings, required=())
     machine = Machine.read()
     checks = examine(machine, loaded)
     record = read_last_run(loaded) if arguments.config else None
     lines = last_run_lines(record, loaded.config) if record else []
     if arguments.json:
-        answer = {"checks": [dataclasses.asdict(check) for check in checks], "last_run": record and record.as_json()}
+        answer = {"checks": [dataclasses.asdict(check) for check in checks], "last_run": record and dataclasses.asdict(record)}
         print(json.dumps({**answer, "advice": lines}, ensure_ascii=False, indent=2))
     else:
         for text in [check.line() for check in checks] + ([""] if lines else []) + lines:
@@ -118,9 +118,7 @@ def _card(card: Card, machine: Machine) -> Check:
         pt=f"{gib(card.free)} livres de {gib(card.total)}", en=f"{gib(card.free)} free of {gib(card.total)}"
     )
     if card.holders:
-        text += "; " + ", ".join(
-            f"{h.name} {gib(h.bytes) if h.bytes is not None else ''}".strip() for h in card.holders
-        )
+        text += "; " + ", ".join(map(str, card.holders))
     built = _architectures()
     if built and not supported(card.capability, built):
         hint = t(

@@ -4,37 +4,28 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from ..config import names, presets
 from ..config.declared import with_values
 from ..config.loading import Loaded, load
-from ..config.names import shown
 from ..engine.tracker import CAUSES
-from ..errors import ConfigError, language, t
-from ..files.sources import open_source
-from ..machine.card import Card
-from ..machine.hardware import Precision, choose_precision
+from ..errors import ConfigError, t
 from ..machine.ram import Ram, ram_notice
 from ..machine.speed import Speed, speed_of
 from ..planner.advice import cause_title, does_not_fit, explain, phase_title
-from ..planner.ask import ask, not_quantized
+from ..planner.ask import ask_of_config, not_quantized
 from ..planner.caching import OPTIONS
-from ..planner.foresee import Foresight, Tried, named
+from ..planner.foresee import Foresight, Tried, named, named_gib
 from ..planner.ladder import BATCH_SIZE
 from ..planner.picker import Choice, settle
 from ..planner.plan import CHECKPOINTING, QUANTIZATION
 from ..seam.technique import CACHING
-from ..units import GIB, gib
+from ..units import GIB, gib, in_gib
 from ._amount import Amount, amount_of, disk_bytes
-
-IMITATED = Card("", (8, 0))
-"""A card that is not here is taken for one of the RTX 30 series: bf16."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +51,6 @@ class Planned:
         training, data = self.loaded.config.training, self.loaded.config.data
         tokens = training.batch_size * training.gradient_accumulation_steps * data.max_length
         return tokens / self.seconds if self.found.texts else None
-
-    @property
-    def split(self) -> bool:
-        """In smaller micro-batches than the config says."""
-        return self.found.micro_batch < self.loaded.config.training.batch_size
 
     @property
     def accumulation(self) -> int:
@@ -94,7 +80,7 @@ class Planned:
 
 
 def show(arguments: argparse.Namespace, settings: Sequence[str]) -> None:
-    loaded = load(Path(arguments.config) if arguments.config else None, settings, required=())
+    loaded = load(arguments.config or None, settings, required=())
     planned = plan(loaded)
     if arguments.json:
         print(json.dumps(as_json(planned), ensure_ascii=False, indent=2))
@@ -126,28 +112,10 @@ def plan(loaded: Loaded) -> Planned:
 
 def plan_for(loaded: Loaded, choice: Choice) -> Planned:
     """For a card that was chosen already."""
-    config = loaded.config
-    source = open_source(base, shown("model", "base_model")) if (base := config.model.base_or_architecture) else None
-    found = ask(
-        loaded,
-        choice,
-        source,
-        planned_precision(loaded, choice).name,
-        worst=(config.training.batch_size, None),
-        previews=bool(config.samples.prompts),
-        validation=config.data.validation_fraction > 0,
-    )
+    config, found = loaded.config, ask_of_config(loaded, choice)
     family = presets.family_of(config.model.base_or_architecture, config.model.family)
     amount = None if found.texts else amount_of(config)
     return Planned(loaded, choice, family, found, speed_of(choice.card, config.memory.vram), amount)
-
-
-def planned_precision(loaded: Loaded, choice: Choice) -> Precision:
-    """As the run would choose it; on a card that is only imitated, as a common card of today would."""
-    setting = loaded.config.training.mixed_precision
-    if choice.card is None and choice.budget is not None:
-        return choose_precision(setting, torch.device("cuda"), IMITATED)
-    return choose_precision(setting, choice.device, choice.card)
 
 
 def as_json(planned: Planned) -> dict[str, Any]:
@@ -155,12 +123,12 @@ def as_json(planned: Planned) -> dict[str, Any]:
     return {
         "fits": found.fits,
         "family": planned.family,
-        "peak_gib": _gib(found.peak),
+        "peak_gib": in_gib(found.peak),
         "peak_phase": found.worst_phase,
-        "allowance_gib": _gib(planned.allowance),
-        "available_gib": None if choice.budget is None else _gib(choice.budget),
-        "host_gib": _gib(found.host),
-        "disk_gib": _gib(planned.disk),
+        "allowance_gib": in_gib(planned.allowance),
+        "available_gib": None if choice.budget is None else in_gib(choice.budget),
+        "host_gib": in_gib(found.host),
+        "disk_gib": in_gib(planned.disk),
         "preset": choice.preset,
         "micro_batch": found.micro_batch,
         "accumulation": planned.accumulation,
@@ -171,13 +139,10 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "steps": amount and amount.steps,
         "seconds": amount and round(planned.seconds * amount.steps, 1),
         "plan": named(planned.values),
-        "phases": {
-            name: {"total": _gib(peak.total), "host": _gib(peak.host), **{c: _gib(n) for c, n in peak.causes.items()}}
-            for name, peak in found.phases.items()
-        },
-        "without": {name: _gib(peak) for name, peak in named(found.without).items()},
+        "phases": found.phases_in_gib(),
+        "without": named_gib(found.without),
         "below": [_tried_as_json(planned, one) for one in found.below],
-        "saves": {name: _gib(saved) for name, saved in named(found.saves).items()},
+        "saves": named_gib(found.saves),
         "tried": [_tried_as_json(planned, one) for one in found.tried],
     }
 
@@ -186,7 +151,7 @@ def _tried_as_json(planned: Planned, one: Tried) -> dict[str, Any]:
     return {
         "plan": named(one.values),
         "micro_batch": one.micro_batch,
-        "peak_gib": _gib(one.peak),
+        "peak_gib": in_gib(one.peak),
         "seconds_per_step": round(planned.seconds_of(one), 3),
         "simulated": one.simulated,
     }
@@ -202,7 +167,7 @@ def _print(planned: Planned) -> None:
     console.print(_phase_table(found))
     console.print(_verdict(planned), style="green" if found.fits else "red", markup=False)
     chosen = settings_text(planned.values)
-    if planned.split:
+    if found.micro_batch < planned.loaded.config.training.batch_size:
         chosen = f"{at_a_time(found.micro_batch)}, {chosen}"
     console.print(t(pt=f"plano: {chosen}", en=f"plan: {chosen}"), markup=False)
     for line in [*_reasons(planned), *_costs(planned)]:
@@ -341,12 +306,4 @@ def settings_text(values: Mapping[names.Key, Any]) -> str:
 
 def _short(values: Mapping[names.Key, Any]) -> str:
     shown = [(names.options()[key], value) for key, value in values.items()]
-    return ", ".join(f"{option.shown().partition('.')[2]}: {_word(option, value)}" for option, value in shown)
-
-
-def _word(option: names.Option, value: Any) -> str:
-    return option.word(value, language()) if isinstance(value, str) else f"{value:g}"
-
-
-def _gib(count: int) -> float:
-    return round(count / GIB, 4)
+    return ", ".join(f"{option.shown().partition('.')[2]}: {option.said(value)}" for option, value in shown)

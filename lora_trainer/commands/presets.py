@@ -4,15 +4,15 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ..config import names, presets
+from ..config.declared import value_of
 from ..config.loading import Loaded, load
-from ..errors import ConfigError, language, t
+from ..errors import ConfigError, t
 from ..families import family_class
 from ..machine.hardware import Machine
 from ..planner.picker import pick, preset_budget
@@ -51,11 +51,11 @@ class Row:
     def value(self, key: names.Key) -> Any:
         """As the plan solves it, where the preset leaves it open."""
         solved = self.predicted.values if self.predicted else {}
-        return solved.get(key, getattr(getattr(self.loaded.config, key[0]), key[1]))
+        return solved.get(key, value_of(self.loaded.config, key))
 
 
 def show(arguments: argparse.Namespace, settings: Sequence[str]) -> None:
-    path = Path(arguments.config) if arguments.config else None
+    path = arguments.config or None
     loaded = load(path, settings, required=())
     chosen = pick(loaded.config.memory, loaded.config.system.device, Machine.read())
     tables = {}
@@ -108,7 +108,7 @@ def _table(family: str, found: Sequence[Row], chosen: str | None) -> Table:
     table.add_row(t(pt="cabe em", en="fits in"), *(gib(preset_budget(row.preset)) for row in found))
     for key in _shown_for(family):
         option = names.options()[key]
-        table.add_row(option.shown().partition(".")[2], *(_shown(option, row.value(key)) for row in found))
+        table.add_row(option.shown().partition(".")[2], *(option.said(row.value(key)) for row in found))
     if any(row.predicted for row in found):
         peaks = (_peak(row.predicted) for row in found)
         table.add_row(t(pt="pico previsto", en="predicted peak"), *peaks)
@@ -129,12 +129,6 @@ def _peak(predicted: Predicted | None) -> str:
     if predicted is None:
         return ""
     return gib(predicted.peak) + ("" if predicted.fits else t(pt=" (não cabe)", en=" (does not fit)"))
-
-
-def _shown(option: names.Option, value: Any) -> str:
-    if isinstance(value, tuple):
-        return "x".join(map(str, value))
-    return option.word(value, language()) if isinstance(value, str) else f"{value:g}"
 
 
 def _as_json(tables: dict[str, list[Row]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import psutil
 from ..atomic import replacing
 from ..errors import MachineError, t
 from . import names
-from .fields import value_of
+from .fields import map_texts, value_of
 from .loading import Loaded
 from .names import Option
 from .schema import Config
@@ -63,14 +63,7 @@ def _value(value: Any, option: Option) -> str:
     """JSON is YAML that no reader takes for something else: text is always quoted."""
     if isinstance(value, str) and value in (*option.choices, "no" if option.kind == "share" else ""):
         value = option.word(value, "pt")
-    text = json.dumps(_escaped(value), ensure_ascii=False)
+    # A literal `${` must not come back as a reference.
+    text = json.dumps(map_texts(value, lambda text: text.replace("${", r"\${")), ensure_ascii=False)
     return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
-
-def _escaped(value: Any) -> Any:
-    """A literal `${` must not come back as a reference."""
-    if isinstance(value, str):
-        return value.replace("${", r"\${")
-    if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in value.items()}
-    return [_escaped(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -9,7 +9,7 @@ import contextlib
 import math
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -132,6 +132,8 @@ def _float(value: Any) -> float:
 def _refuse_comma(text: str) -> None:
     if _DECIMAL_COMMA.fullmatch(text):
         raise PydanticCustomError("decimal_comma", "decimal comma", {"fixed": text.replace(",", ".")})
+
+
 def _tokens(value: Any) -> Any:
     """auto, or a number of tokens; which numbers a family takes it says itself."""
     if isinstance(value, str) and value.strip().lower() == "auto":
@@ -151,15 +153,22 @@ def _number(value: Any) -> Any:
     return value
 
 
+def map_texts(value: Any, change: Callable[[str], Any]) -> Any:
+    """The value, with every text in it changed, however deep in lists and mappings it lies."""
+    if isinstance(value, dict):
+        return {key: map_texts(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [map_texts(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
+
+
 def typed(value: Any) -> Any:
     """The values of a free-form mapping: quotes, a shell or a reference make text of `False` and `0.9`, and as text
     `False` would count as true."""
-    if isinstance(value, dict):
-        return {key: typed(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [typed(item) for item in value]
-    if not isinstance(value, str):
-        return value
+    return map_texts(value, _typed)
+
+
+def _typed(value: str) -> Any:
     text = value.strip()
     if text.lower() in YES | NO:
         return text.lower() in YES

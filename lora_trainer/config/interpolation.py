@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import t
 from . import names
 from .entries import Entry
-from .fields import value_of
+from .fields import map_texts, value_of
 from .names import Key
 from .report import Problem
 
@@ -57,20 +57,12 @@ def _resolved(values: Mapping[Key, Any], waiting: Sequence[Key]) -> Iterator[tup
             yield key, error
 
 
-def _map_texts(value: Any, change: Any) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, list):
-        return [_map_texts(item, change) for item in value]
-    return {k: _map_texts(v, change) for k, v in value.items()} if isinstance(value, dict) else value
-
-
 def _prepare(entry: Entry) -> tuple[Any, list[Problem]]:
     """(value with references in English, what is wrong with it)."""
     from omegaconf import OmegaConf
     from omegaconf.errors import GrammarParseError
 
-    value = _map_texts(entry.value, lambda text: _REFERENCE.sub(_in_english, text))
+    value = map_texts(entry.value, lambda text: _REFERENCE.sub(_in_english, text))
     if entry.option.kind in names.PATH_KINDS and isinstance(value, str):
         missing = [name for name in _BARE.findall(value) if name not in os.environ]
         if missing:

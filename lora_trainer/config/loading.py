@@ -40,7 +40,6 @@ class Loaded:
     config: Config
     """Paths absolute, sides rounded to what fits, `output.name` filled in."""
     path: Path
-    base_dir: Path
     name: str
     """Of the LoRA and of its run folder: `output.name`."""
     origins: dict[str, str] = field(default_factory=dict)
@@ -118,7 +117,6 @@ def load(
     return Loaded(
         config=with_values(config, {("output", "name"): name}),
         path=path,
-        base_dir=main.source.base_dir,
         name=name,
         origins=_origins(entries, rounding),
         notices=[*remarks, *said, *rounded, *notices.without_effect(facts)],

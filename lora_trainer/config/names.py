@@ -19,7 +19,6 @@ from .schema import Config
 
 INPUT_KINDS = ("local_path", "folder", "path_or_hub")
 PATH_KINDS = (*INPUT_KINDS, "output_folder")
-KINDS = ("boolean", "number", "integer", "resolution", "text", "share", "tokens", *PATH_KINDS)
 NUMBER_KINDS = ("number", "integer", "resolution", "share", "tokens")
 
 
@@ -32,7 +31,7 @@ class Option:
     doc_pt: str
     doc_en: str
     kind: str
-    """One of KINDS, "choice", or "any" (free-form mapping)."""
+    """The one noted in its type (fields.py), "choice", or "any" (free-form mapping)."""
     choices: tuple[Any, ...]
     words: dict[str, str]
     """Portuguese word -> the word used in code. A boolean `false` counts as "no", `true` as "yes"."""
@@ -77,6 +76,12 @@ class Option:
         """The spelling of a choice in a language."""
         spellings = (word for word, meaning in self.words.items() if meaning == choice and lang == "pt")
         return next(spellings, str(choice))
+
+    def said(self, value: Any) -> str:
+        """A value as people read it: `sim`, `512x768`, `0.5`."""
+        if isinstance(value, tuple):
+            return "x".join(map(str, value))
+        return self.word(value, language()) if isinstance(value, str) else f"{value:g}"
 
 
 def fold(text: str) -> str:

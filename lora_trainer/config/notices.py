@@ -30,10 +30,6 @@ class _Needs:
     """The value the other option would need, where it is a word."""
 
 
-def _scheduled(curve: str) -> Callable[[Config], bool]:
-    return lambda config: config.training.lr_scheduler == curve
-
-
 def _has_convolutions(config: Config) -> bool:
     return config.model.lora_targets not in ("auto", "attention", "attention+mlp")
 

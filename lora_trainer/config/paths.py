@@ -149,16 +149,14 @@ def _unwritable(path: str, entry: Entry) -> Problem | None:
     folder = Path(path)
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    hint = t(pt="escolha outra pasta", en="choose another folder")
     if not folder.is_dir():
-        pt = f"`{entry.written}`: {folder} é um arquivo, e aqui vai uma pasta"
-        en = f"`{entry.written}`: {folder} is a file, and a folder belongs here"
-        return Problem.at(entry.where, pt=pt, en=en, hint=hint)
-    if not os.access(folder, os.W_OK | os.X_OK):
-        pt = f"`{entry.written}`: sem permissão para gravar em {folder}"
-        en = f"`{entry.written}`: no permission to write in {folder}"
-        return Problem.at(entry.where, pt=pt, en=en, hint=hint)
-    return None
+        pt, en = f"{folder} é um arquivo, e aqui vai uma pasta", f"{folder} is a file, and a folder belongs here"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        pt, en = f"sem permissão para gravar em {folder}", f"no permission to write in {folder}"
+    else:
+        return None
+    hint = t(pt="escolha outra pasta", en="choose another folder")
+    return Problem.at(entry.where, pt=f"`{entry.written}`: {pt}", en=f"`{entry.written}`: {en}", hint=hint)
 
 
 def prepare_output(folder: Path) -> None:

@@ -61,7 +61,8 @@ class _Offloaded:
         self.pool, self.device, self.nbytes = pool, tensor.device, tensor.nbytes
         self.buffer = pool.take(self.nbytes, tensor)
         weakref.finalize(self, pool.free.append, self.buffer).atexit = False
-        self.channels_last = tensor.ndim == 4 and not tensor.is_contiguous() and _is_channels_last(tensor)
+        as_pixels = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+        self.channels_last = as_pixels and not tensor.is_contiguous()
         tensor = tensor.permute(0, 2, 3, 1) if self.channels_last else tensor.contiguous()
         self.dtype, self.shape = tensor.dtype, tensor.shape
         self.stream = pool.stream(tensor)
@@ -105,10 +106,6 @@ class _Offloaded:
         with torch.no_grad(), beside:
             to.copy_(source, non_blocking=True)
         count_transfer(self.nbytes)
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 class Offloading(saved_tensors_hooks):

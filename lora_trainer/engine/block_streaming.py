@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..seam.family import BlockGroup
 from .host import CPU, compute_device, host_buffer, is_fake, mapped_buffer
 from .streaming import Master, Ring, Streamed, frozen_bytes, frozen_tensors
+from .tracker import own_tensors
 
 
 def send_home(groups: Sequence[BlockGroup], fraction: float, folder: Path | None) -> None:
@@ -19,7 +20,7 @@ def send_home(groups: Sequence[BlockGroup], fraction: float, folder: Path | None
     `folder`, if one is given."""
     for block in choose(blocks_of(groups), fraction):
         for layer in block.modules():
-            if any(tensor is not None for tensor in (*layer._parameters.values(), *layer._buffers.values())):
+            if list(own_tensors(layer)):
                 layer.home = CPU  # type: ignore[assignment]
                 if folder is not None:
                     layer.stow = functools.partial(_stow, layer, folder)  # type: ignore[assignment]
@@ -70,11 +71,6 @@ def choose(blocks: Sequence[nn.Module], fraction: float) -> list[nn.Module]:
     return chosen
 
 
-def streamable_bytes(groups: Iterable[BlockGroup]) -> int:
-    """What `fraction` is a fraction of."""
-    return sum(frozen_bytes(block) for block in blocks_of(groups))
-
-
 @dataclass(frozen=True)
 class StreamingReport:
     """Bytes in host memory and in the ring; copies so far, and how many of them their block had to wait for."""
@@ -122,7 +118,7 @@ def _has_home(block: nn.Module) -> bool:
 @torch.no_grad()
 def _stow(layer: nn.Module, folder: Path) -> None:
     """Move a layer's weights, just read, into files: RAM never holds the whole base."""
-    for owner, name, tensor in list(frozen_tensors(layer)):
+    for owner, name, tensor in frozen_tensors(layer):
         if tensor.is_meta or is_fake(tensor):
             continue
         buffer = mapped_buffer(tensor.nbytes, tensor, folder)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .tracker import host_memory
+from .tracker import host_memory, own_tensors
 
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
@@ -32,8 +32,7 @@ def compute_device(model: nn.Module, streamed: Iterable[nn.Module] = ()) -> torc
     """
     inside = {id(module) for block in streamed for module in block.modules()}
     here = (module for module in model.modules() if id(module) not in inside and not hasattr(module, "home"))
-    tensors = (tensor for module in here for tensor in (*module._parameters.values(), *module._buffers.values()))
-    found = [tensor.device for tensor in tensors if tensor is not None]
+    found = [tensor.device for module in here for _, _, tensor in own_tensors(module)]
     assert found, "a model is more than its streamed blocks"
     return next((device for device in found if device.type != "cpu"), found[0])
 

@@ -227,15 +227,6 @@ def packing_report(groups: Sequence[BlockGroup]) -> tuple[int, int]:
     return sum(kept), len(kept) - sum(kept)
 
 
-def packed_weights(model: nn.Module) -> dict[str, int]:
-    """Format ("nf4", "int8", …) -> weights held in it."""
-    counts: dict[str, int] = {}
-    for layer in model.modules():
-        if isinstance(layer, _Packed):
-            counts[layer.packing.title] = counts.get(layer.packing.title, 0) + layer.weight_shape.numel()
-    return counts
-
-
 def _layers(groups: Sequence[BlockGroup]) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     for group in groups:
         for block in () if group.exact else group.blocks:

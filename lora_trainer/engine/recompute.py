@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -47,10 +47,9 @@ def recompute(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             result = function(*args, **kwargs)
     finally:
         _first_runs -= 1
-    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-    for output in outputs:
-        assert output.grad_fn is not None
-        output.grad_fn.register_prehook(frame.begin)
+    for output in tree_leaves(result):
+        if isinstance(output, Tensor) and output.grad_fn is not None:
+            output.grad_fn.register_prehook(frame.begin)
     return result
 
 
@@ -206,9 +205,3 @@ class Recomputed:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self.runs += 1
         return self.forward(*args, **kwargs)
-
-
-def recomputations(model: nn.Module) -> int:
-    """How often blocks ran again for a backward pass since they were wrapped; 0 after a step means it is off."""
-    wrapped = [module.forward for module in model.modules() if isinstance(module.forward, Recomputed)]
-    return sum(each.runs - each.passes for each in wrapped)

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .host import is_fake
 from .recompute import in_checkpoint, in_recomputation
-from .tracker import count_transfer
+from .tracker import count_transfer, own_tensors
 
 ALIGNMENT = 256
 """Bytes; what kernels may assume of a tensor that an allocator returned, and more than any dtype needs."""
@@ -35,10 +35,9 @@ def frozen_tensors(block: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tens
     what an adapter is measured from has to be read outside its block's turn too."""
     for module in block.modules():
         stays = getattr(module, "stays", ())
-        for owner in (module._parameters, module._buffers):
-            for name, tensor in owner.items():
-                if tensor is not None and not tensor.requires_grad and tensor.numel() and name not in stays:
-                    yield owner, name, tensor
+        for owner, name, tensor in own_tensors(module):
+            if not tensor.requires_grad and tensor.numel() and name not in stays:
+                yield owner, name, tensor
 
 
 def frozen_bytes(block: nn.Module) -> int:

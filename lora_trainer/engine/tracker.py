@@ -231,9 +231,16 @@ class MemoryTracker(TorchDispatchMode):
         return causes
 
 
+def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """(dictionary that owns it, name, tensor) of a module's own parameters and buffers; they may be replaced meanwhile."""
+    owner: Any
+    for owner in (module._parameters, module._buffers):
+        yield from ((owner, name, tensor) for name, tensor in list(owner.items()) if tensor is not None)
+
+
 def mark_resident(model: nn.Module, tracker: MemoryTracker) -> None:
     """Tell which tensors of a model stay on the device: all but those of layers that have a `home` in host memory."""
     modules = [module for module in model.modules() if not hasattr(module, "home")]
-    held = [x for m in modules for x in (*m._parameters.values(), *m._buffers.values()) if x is not None]
+    held = [tensor for module in modules for _, _, tensor in own_tensors(module)]
     tracker.mark((x for x in held if not x.requires_grad), "frozen")
     tracker.mark((x for x in held if x.requires_grad), "adapter")

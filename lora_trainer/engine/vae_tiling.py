@@ -61,17 +61,6 @@ def _settings(network: Any, tile_pixels: int) -> dict[str, Any]:
     return common
 
 
-@contextmanager
-def sliced(vae: nn.Module) -> Iterator[None]:
-    """Inside, the images of a batch pass one by one: exact, and the peak is that of one image."""
-    network = cast(Any, vae)
-    before, network.use_slicing = network.use_slicing, True
-    try:
-        yield
-    finally:
-        network.use_slicing = before
-
-
 def _set(network: Any, values: dict[str, Any]) -> None:
     for name, value in values.items():
         setattr(network, name, value)

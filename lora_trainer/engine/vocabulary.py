@@ -5,15 +5,14 @@ A token looks its row up in host memory and only the row crosses over. The head 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..seam.family import BlockGroup
-from .host import CPU, host_buffer, is_fake
-from .tracker import count_transfer, host_memory
+from .host import CPU, compute_device, host_buffer, is_fake
+from .tracker import count_transfer, host_memory, own_tensors
 
 
 class AtHome:
@@ -44,13 +43,13 @@ class BroughtIn:
 def send_home(model: nn.Module, groups: Sequence[BlockGroup]) -> None:
     """Tell them, on meta, that their weights are to be read into host memory."""
     for layer in _vocabulary_layers(model, groups):
-        if list(_own(layer)):  # a tied head follows its embeddings
+        if list(own_tensors(layer)):  # a tied head follows its embeddings
             layer.home = CPU  # type: ignore[assignment]
 
 
 def work_from_home(model: nn.Module, groups: Sequence[BlockGroup]) -> None:
     away = {layer for layer in _vocabulary_layers(model, groups) if hasattr(layer, "home")}
-    card = _card(model)
+    card = compute_device(model)
     for layer in model.modules():
         if getattr(layer, "base_layer", None) in away:  # peft puts adapters where the base is
             for parameter in layer.parameters():
@@ -63,7 +62,7 @@ def work_from_home(model: nn.Module, groups: Sequence[BlockGroup]) -> None:
 
 def vocabulary_bytes(model: nn.Module, groups: Sequence[BlockGroup]) -> list[int]:
     """What would leave the card, layer by layer."""
-    sizes = (sum(tensor.nbytes for _, _, tensor in _own(layer)) for layer in _vocabulary_layers(model, groups))
+    sizes = (sum(tensor.nbytes for _, _, tensor in own_tensors(layer)) for layer in _vocabulary_layers(model, groups))
     return [size for size in sizes if size]
 
 
@@ -77,22 +76,10 @@ def _vocabulary_layers(model: nn.Module, groups: Sequence[BlockGroup]) -> Iterat
             yield layer
 
 
-def _card(model: nn.Module) -> torch.device:
-    resident = (layer for layer in model.modules() if not hasattr(layer, "home"))
-    return next(p.device for layer in resident for p in layer._parameters.values() if p is not None)
-
-
-def _own(layer: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Where each tensor of a layer is kept: its weight, or what it is packed in."""
-    owner: Any
-    for owner in (layer._parameters, layer._buffers):
-        yield from ((owner, name, tensor) for name, tensor in list(owner.items()) if tensor is not None)
-
-
 @torch.no_grad()
 def _lock(layer: nn.Module, card: torch.device) -> None:
     """Pages that do not move, so that copies run beside computation."""
-    for owner, name, tensor in _own(layer):
+    for owner, name, tensor in own_tensors(layer):
         if card.type != "cuda" or is_fake(tensor):
             continue
         view = host_buffer(tensor.nbytes, tensor, locked=True).view(tensor.dtype).view(tensor.shape).copy_(tensor)

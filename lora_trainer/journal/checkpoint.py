@@ -54,16 +54,16 @@ def save_state(folder: Path, state: State) -> Path:
             shutil.rmtree(final)
         os.replace(temporary, final)
     except torch.OutOfMemoryError:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise
     except (OSError, RuntimeError, SafetensorError) as error:  # what a full disk makes torch and safetensors raise
-        shutil.rmtree(temporary, ignore_errors=True)
         raise UserError.said(
             pt=f"não consegui salvar o estado em {folder}: {error}",
             en=f"could not save the state in {folder}: {error}",
             hint_pt="libere espaço em disco; o último estado bom continua lá",
             hint_en="free some disk space; the last good state is still there",
         ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     for old in _states(folder)[:-KEPT_STATES]:
         shutil.rmtree(old, ignore_errors=True)
     return final

@@ -1,9 +1,9 @@
 """The loss and the learning rate over the run, drawn from metricas.jsonl."""
 
-import json
 from pathlib import Path
 
 from ..errors import t
+from .progress import read_metrics
 
 SMOOTHING = 0.05
 """Share of the run in the moving average."""
@@ -14,7 +14,7 @@ def plot_metrics(metrics: Path, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    rows = read_metrics(metrics)
     steps = {row["step"]: row for row in rows if "loss" in row and "event" not in row}
     validation = {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
     if not steps:
@@ -27,18 +27,11 @@ def plot_metrics(metrics: Path, path: Path) -> None:
     top.plot(order, losses, color="#9bbbe0", linewidth=0.8, label=t(pt="perda", en="loss"))
     top.plot(order, smooth(losses), color="#1f4e9c", label=t(pt="média móvel", en="moving average"))
     if validation:
-        top.plot(
-            sorted(validation),
-            [validation[s] for s in sorted(validation)],
-            "o-",
-            color="#c44",
-            label=t(pt="validação", en="validation"),
-        )
+        top.plot(*zip(*sorted(validation.items()), strict=True), "o-", color="#c44", label=t(pt="validação", en="validation"))
     top.legend()
     top.grid(alpha=0.3)
     bottom.plot(order, [steps[s]["lr"] for s in order], color="#444")
-    bottom.set_ylabel(t(pt="taxa", en="rate"))
-    bottom.set_xlabel(t(pt="passo", en="step"))
+    bottom.set(ylabel=t(pt="taxa", en="rate"), xlabel=t(pt="passo", en="step"))
     bottom.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 

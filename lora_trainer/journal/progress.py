@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -43,27 +43,19 @@ class Terminal:
 
     def say(self, text: str, style: str = "") -> None:
         self.console.print(text, style=style, markup=False)
-        self._log(text)
+        self.note(text)
 
     def warn(self, text: str) -> None:
         self.say(f"{t(pt='aviso', en='warning')}: {text}", style="yellow")
-
-    def note(self, text: str) -> None:
-        """Into registro.log only."""
-        self._log(text)
 
     def phase(self, text: str) -> None:
         self.say(f"• {text}", style="bold")
 
     def log_handler(self) -> logging.Handler:
         """Warnings that deep code logs become notices here."""
-        terminal = self
-
-        class Handler(logging.Handler):
-            def emit(self, record: logging.LogRecord) -> None:
-                terminal.warn(record.getMessage())
-
-        return Handler(logging.WARNING)
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: self.warn(record.getMessage())  # type: ignore[method-assign]
+        return handler
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
@@ -72,11 +64,11 @@ class Terminal:
         for row in rows:
             table.add_row(*row)
         self.console.print(table)
-        self._log(title)
-        for row in [columns, *rows]:
-            self._log("  " + "  ".join(row))
+        for line in (title, *("  " + "  ".join(row) for row in [columns, *rows])):
+            self.note(line)
 
-    def _log(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Into registro.log only."""
         with contextlib.suppress(OSError):  # a full disk must not end the run
             self.log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
             self.log.flush()
@@ -84,7 +76,7 @@ class Terminal:
     @contextmanager
     def bar(self, title: str, total: int, start: int = 0) -> Iterator["Bar"]:
         bar = Bar(self, title, total, start)
-        with bar.progress if bar.progress else _nothing():
+        with bar.progress or nullcontext():
             yield bar
 
     @contextmanager
@@ -142,16 +134,11 @@ class Bar:
             self.last_line = time.monotonic()
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
 class Metrics:
     """Append-only JSON lines, from `open` on. A line cut by a killed process is removed then."""
 
     def __init__(self) -> None:
-        self.file: TextIO | None = None
+        self.file: TextIO = io.StringIO()
 
     def open(self, path: Path) -> None:
         _drop_partial_line(path)
@@ -159,8 +146,6 @@ class Metrics:
 
     def write(self, **values: Any) -> None:
         """On a full disk the line is lost and the run goes on."""
-        if self.file is None:
-            return
         with contextlib.suppress(OSError):
             self.file.write(json.dumps(values, ensure_ascii=False) + "\n")
             self.file.flush()
@@ -170,8 +155,16 @@ class Metrics:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            if self.file is not None:
-                self.file.close()
+            self.file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """None where there is no file; a line cut by a killed process is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def _drop_partial_line(path: Path) -> None:

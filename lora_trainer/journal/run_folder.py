@@ -3,6 +3,7 @@
 saida/<name>/  <name>.safetensors  config.yaml  plano.json  metricas.jsonl  registro.log  amostras/  estado/
 """
 
+import glob
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from ..atomic import read_json
 from ..errors import ConfigError, MachineError, t
 from .checkpoint import latest_step
 
@@ -70,18 +72,14 @@ class RunFolder:
         return self.path / f"{self.name}{middle}{self._ending(format_)}"
 
     def intermediate(self, format_: str) -> list[Path]:
-        return sorted(self.path.glob(f"{_escape(self.name)}-passo??????{self._ending(format_)}"))
+        return sorted(self.path.glob(f"{glob.escape(self.name)}-passo??????{self._ending(format_)}"))
 
     def _ending(self, format_: str) -> str:
         return ".safetensors" if format_ == self.usual else ENDINGS[format_]
 
     def read_facts(self) -> dict[str, Any]:
         """{} for a folder without them, or damaged ones."""
-        try:
-            facts = json.loads(self.facts.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return facts if isinstance(facts, dict) else {}
+        return read_json(self.facts)
 
 
 def check(folder: RunFolder, *, resume: bool, restart: bool) -> None:
@@ -137,16 +135,20 @@ class Lock:
                 json.dump({"pid": os.getpid(), "started": psutil.Process().create_time()}, file)
             return self
 
-    def _take_over_or_refuse(self) -> None:
+    def owner(self) -> int | None:
+        """The process that holds it; None where none does, or it is dead."""
+        owner = read_json(self.path)
         try:
-            owner = json.loads(self.path.read_text())
             alive = abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) < 1
-        except (OSError, ValueError, KeyError, TypeError, psutil.NoSuchProcess):
-            alive = False
-        if alive and owner["pid"] != os.getpid():
+        except (ValueError, KeyError, TypeError, psutil.NoSuchProcess):
+            return None
+        return int(owner["pid"]) if alive else None
+
+    def _take_over_or_refuse(self) -> None:
+        if (pid := self.owner()) not in (None, os.getpid()):
             raise MachineError.said(
-                pt=f"o processo {owner['pid']} já está treinando nesta pasta",
-                en=f"process {owner['pid']} is already training in this folder",
+                pt=f"o processo {pid} já está treinando nesta pasta",
+                en=f"process {pid} is already training in this folder",
                 hint_pt="espere ele terminar ou mude saida.nome",
                 hint_en="wait for it to end or change output.name",
             )
@@ -163,6 +165,3 @@ def keep_last(paths: list[Path], count: int) -> None:
         else:
             path.unlink(missing_ok=True)
 
-
-def _escape(name: str) -> str:
-    return "".join(f"[{c}]" if c in "[]*?" else c for c in name)

@@ -4,17 +4,14 @@ Starting values are per class of card; what a run really reserved beyond its pre
 PyTorch version, and corrects the next one. Kept apart from the simulation, which counts tensors only.
 """
 
-import json
 import os
 import platform
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ..atomic import write_json
+from ..atomic import keep_json, read_json
 from .card import Card
 
 MIB = 2**20
@@ -81,17 +78,10 @@ def allowance_for(card: Card | None, system: str = "") -> Allowance:
 
 
 def remember(card: Card, predicted_reserved: int, measured_reserved: int) -> None:
-    """Keep how far off a prediction was: `predicted_reserved` is `base_allowance(card).reserved(tensors)`.
-
-    A cache folder that cannot be written is no reason to stop a run that went well.
-    """
+    """Keep how far off a prediction was: `predicted_reserved` is `base_allowance(card).reserved(tensors)`."""
     table = _read()
     table[_key(card)] = [*table.get(_key(card), []), measured_reserved - predicted_reserved][-KEPT:]
-    try:
-        memory_file().parent.mkdir(parents=True, exist_ok=True)
-        write_json(memory_file(), table)
-    except OSError:
-        return
+    keep_json(memory_file(), table)
 
 
 def memory_file() -> Path:
@@ -116,14 +106,5 @@ def _key(card: Card) -> str:
 
 def _read() -> dict[str, list[int]]:
     """What is remembered; a damaged file counts as empty and is replaced by the next measurement."""
-    try:
-        content: Any = json.loads(memory_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(content, dict):
-        return {}
-    return {str(key): _whole(values) for key, values in content.items() if isinstance(values, list)}
-
-
-def _whole(values: Iterable[Any]) -> list[int]:
-    return [int(value) for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    lists = {key: values for key, values in read_json(memory_file()).items() if isinstance(values, list)}
+    return {key: [int(value) for value in values if type(value) in (int, float)] for key, values in lists.items()}

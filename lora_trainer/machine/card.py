@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 import torch
 
+from ..units import gib
+
 
 @dataclass(frozen=True)
 class Holder:
@@ -19,6 +21,9 @@ class Holder:
 
     name: str
     bytes: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.bytes is None else f"{self.name} {gib(self.bytes)}"
 
 
 @dataclass(frozen=True)

@@ -191,9 +191,7 @@ def _for_cpu(setting: str) -> tuple[str, list[str]]:
 
 
 def _best(card: Card) -> str:
-    if card.capability >= (8, 0):
-        return "bf16"
-    return "fp16" if _can("fp16", card) else "no"
+    return next((setting for setting in ("bf16", "fp16") if _can(setting, card)), "no")
 
 
 def _can(setting: str, card: Card) -> bool:

@@ -59,10 +59,3 @@ def ram_notice(needed: int, ram: Ram) -> str | None:
         "enlarge the swap file (on Windows, 1.5 to 2 times the RAM, on an SSD)",
     )
 
-
-def killed_notice() -> str:
-    """For a run whose records stop without a reason."""
-    return t(
-        pt="a execução acabou sem dizer por quê: o sistema a encerrou, quase sempre porque faltou RAM",
-        en="the run ended without saying why: the system killed it, nearly always because RAM ran out",
-    )

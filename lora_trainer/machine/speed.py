@@ -8,10 +8,10 @@ of a model share, and the unpacking of packed weights.
 """
 
 import re
-import time
 from dataclasses import dataclass
 
 import torch
+from torch.utils.benchmark import Timer
 
 from .card import Card
 
@@ -57,13 +57,8 @@ def speed_of(card: Card | None, vram_gib: float | None = None) -> Speed:
 
 
 def _cpu_flops() -> float:
-    size, times = 512, []
-    left, right = torch.ones(size, size), torch.ones(size, size)
-    deadline = time.perf_counter() + 0.25
-    while time.perf_counter() < deadline:
-        start = time.perf_counter()
-        left @ right
-        times.append(time.perf_counter() - start)
-    return 2 * size**3 / sorted(times)[len(times) // 2] * 0.7
+    size = 512
+    timer = Timer("x @ x", globals={"x": torch.ones(size, size)}, num_threads=torch.get_num_threads())
+    return 2 * size**3 / timer.blocked_autorange(min_run_time=0.25).median * 0.7
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 from ..config import names
 from ..config.declared import options, value_of
 from ..config.schema import Config
-from ..errors import DoesNotFitError, language, t
+from ..errors import DoesNotFitError, t
 from ..seam.technique import CACHING
 from ..units import gib
 from .ladder import ACCUMULATION, BATCH_SIZE, LADDER
@@ -149,9 +149,7 @@ def _cost(cost: Cost) -> str:
 
 
 def _word(key: names.Key, value: object) -> str:
-    if isinstance(value, tuple):
-        return "x".join(map(str, value))
-    return names.options()[key].word(value, language()) if isinstance(value, str) else f"{value}"
+    return names.options()[key].said(value) if isinstance(value, (str, tuple)) else f"{value}"
 
 
 # -- in their order

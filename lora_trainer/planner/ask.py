@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ..config.loading import Loaded
-from ..config.names import Key
+from ..config.names import Key, shown
 from ..config.schema import Config, MemoryConfig
 from ..errors import t
-from ..files.sources import Source
+from ..files.sources import Source, open_source
 from ..machine.allowance import user_cache
+from ..machine.card import Card
+from ..machine.hardware import choose_precision
 from ..machine.ram import Ram, ram_budget
 from ..techniques.block_streaming import MASTER, BlockStreaming
 from ..techniques.quantize_8bit import Quantize8bit
@@ -21,6 +25,8 @@ from .picker import Choice
 
 MAPPED_MASTER, STREAMING = MASTER.key, BlockStreaming.key
 PRESET: Key = ("memory", "preset")
+COMMON = Card("", (8, 0))
+"""Of the RTX 30 series: bf16."""
 
 
 def ask(
@@ -30,8 +36,6 @@ def ask(
     precision_name: str,
     *,
     worst: tuple[int, tuple[int, int] | None],
-    previews: bool,
-    validation: bool,
     ram: Ram | None = None,
 ) -> Foresight:
     """`worst`: rows of the largest micro-batch and their size, None for the largest that
@@ -45,10 +49,7 @@ def ask(
         None if source is None else replace(source, planning=True),
         precision_name,
         batch_size,
-        config.training.gradient_accumulation_steps,
         size,
-        previews,
-        validation,
         choice.available,
         frozenset(loaded.written),
         preset_first=PRESET in loaded.written and config.memory.preset not in ("auto", "none"),
@@ -60,6 +61,22 @@ def ask(
 
         found = foresee(question, folder)
     return with_mapped_master(found, config.memory, ram or Ram.read())
+
+
+def ask_of_config(loaded: Loaded, choice: Choice, ram: Ram | None = None) -> Foresight:
+    """Where there is no run: all that the config itself tells."""
+    model, training = loaded.config.model, loaded.config.training
+    base = model.base_or_architecture
+    source = open_source(base, shown("model", "base_model")) if base else None
+    precision = choose_precision(training.mixed_precision, *_computing(choice))
+    return ask(loaded, choice, source, precision.name, worst=(training.batch_size, None), ram=ram)
+
+
+def _computing(choice: Choice) -> tuple[torch.device, Card | None]:
+    """Where the run would; a card that is only imitated is taken for a common one of today."""
+    if choice.card is None and choice.budget is not None:
+        return torch.device("cuda"), COMMON
+    return choice.device, choice.card
 
 
 def with_mapped_master(found: Foresight, memory: MemoryConfig, ram: Ram) -> Foresight:

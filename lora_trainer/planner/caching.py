@@ -14,12 +14,12 @@ import torch
 from ..config.names import Key, shown
 from ..config.schema import Config, MemoryConfig
 from ..engine.tracker import PhasePeak
-from ..engine.vae_tiling import decodes_tiled, tiles_change
+from ..engine.vae_tiling import tiles_change
 from ..errors import DoesNotFitError, t
 from ..seam.family import ImageFamily
 from .advice import phase_title
 from .ladder import LADDER, Step, tighter
-from .simulate import simulate_captions, simulate_decoding, simulate_images
+from .simulate import simulate_captions, simulate_images
 
 TEXTS = tuple(step for step in LADDER if "text_cache" in step.option.phases)
 IMAGES = tuple(step for step in LADDER if "latent_cache" in step.option.phases and step not in TEXTS)
@@ -50,21 +50,14 @@ class Encoding:
     """The OPTIONS that are not ours to change."""
 
     @classmethod
-    def of(
-        cls,
-        memory: MemoryConfig,
-        written: Iterable[Key] | None = None,
-        solved: Mapping[Key, Any] | None = None,
-    ) -> "Encoding":
-        """What the options say; where they say auto, what was solved, else plain and whole.
+    def of(cls, memory: MemoryConfig, written: Iterable[Key] | None = None) -> "Encoding":
+        """What the options say; where they say auto, plain and whole.
 
         `written`: options that are the user's own (by default all that are not at auto); a preset's may be tightened.
         """
         values = {name: getattr(memory, name) for name in OPTIONS}
         own = set(OPTIONS) if written is None else {name for section, name in written if section == "memory"}
         fixed = tuple(name for name in OPTIONS if name in own and values[name] != "auto")
-        free = {name: value for (section, name), value in (solved or {}).items() if section == "memory"}
-        values |= {name: value for name, value in free.items() if name in OPTIONS and name not in fixed}
         return cls(
             text_streaming=values["text_streaming"] == "yes",
             text_quantization="no" if values["text_quantization"] == "auto" else values["text_quantization"],
@@ -187,21 +180,6 @@ def plan_caching(
     )
     phases = {"text_cache": texts, "latent_cache": images}
     return encoding, phases, all(_fits(peak, available) for peak in phases.values())
-
-
-def plan_preview(
-    family: ImageFamily, encoding: Encoding, dtype: torch.dtype, size: tuple[int, int], available: int | None
-) -> tuple[Encoding, PhasePeak, bool]:
-    """The same for decoding a preview of `size` (width, height) pixels; `available`: beside what training keeps."""
-    rungs = [encoding]
-    if "vae_tiling" not in encoding.fixed and not decodes_tiled(encoding.preview_tiling, size) and tiles_change(size):
-        rungs.append(replace(encoding, preview_tiling="yes"))
-    chosen, peak = _first_that_fits(
-        rungs,
-        lambda e: simulate_decoding(family, dtype, size, tiles=decodes_tiled(e.preview_tiling, size)),
-        available,
-    )
-    return chosen, peak, _fits(peak, available)
 
 
 def _text_rungs(start: Encoding) -> Iterator[Encoding]:

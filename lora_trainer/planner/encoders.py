@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from ..seam.family import BlockGroup, ImageFamily
-from ..seam.technique import ConvertTechnique
-from ..techniques import packing
+from ..techniques import MemoryPlan, packing
 from ..techniques.block_streaming import BlockStreaming
 
 
@@ -22,14 +21,8 @@ def load_encoders(
 
     On "meta" the streamed ones still want `stream_encoders`, once their tensors are fake.
     """
-    techniques: list[ConvertTechnique] = [technique() for technique in packing(quantization)]
-    techniques += [BlockStreaming()] if streaming else []
-
-    def prepare(encoders: nn.ModuleDict) -> None:
-        for technique in techniques:
-            convert_encoders(encoders, technique)
-
-    encoders = family.load_text_encoders(device, dtype, prepare if techniques else None)
+    plan = MemoryPlan((*(technique() for technique in packing(quantization)), *([BlockStreaming()] if streaming else [])))
+    encoders = family.load_text_encoders(device, dtype, lambda found: plan.convert(found, encoder_groups(found)))
     if streaming and device.type != "meta":
         stream_encoders(encoders)
     return encoders
@@ -43,11 +36,6 @@ def stream_encoders(encoders: nn.ModuleDict) -> None:
 def encoder_groups(encoders: nn.ModuleDict) -> list[BlockGroup]:
     """One group for each run of repeated layers, named after its encoder."""
     return [BlockGroup(name, list(run)) for name, encoder in encoders.items() for run in _outermost_lists(encoder)]
-
-
-def convert_encoders(encoders: nn.ModuleDict, technique: ConvertTechnique) -> None:
-    """Act on encoders on meta, before their weights are read: the `prepare` of families' load_text_encoders."""
-    technique.convert(encoders, encoder_groups(encoders))
 
 
 def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:

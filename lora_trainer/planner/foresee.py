@@ -5,7 +5,6 @@ simulation, the base's header or config files, and all options that the run's me
 imports none of the heavy libraries.
 """
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -15,12 +14,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..atomic import keep_json
 from ..config.names import Key
 from ..config.schema import Config
 from ..engine.tracker import PhasePeak
 from ..files.gguf_reader import is_gguf, open_gguf
 from ..files.sources import Source
-from ..journal.progress import write_json
+from ..units import in_gib
 
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "bitsandbytes")
 PACKAGE = Path(__file__).parents[1]
@@ -80,6 +80,11 @@ class Foresight:
     def host(self) -> int:
         return max(phase.host for phase in self.phases.values())
 
+    def phases_in_gib(self) -> dict[str, dict[str, float]]:
+        """Phase -> total, host and causes."""
+        phases = {name: {"total": peak.total, "host": peak.host, **peak.causes} for name, peak in self.phases.items()}
+        return {name: {cause: in_gib(count) for cause, count in counts.items()} for name, counts in phases.items()}
+
 
 @dataclass(frozen=True)
 class Question:
@@ -91,11 +96,8 @@ class Question:
     precision: str
     """Name of the compute dtype."""
     batch_size: int
-    accumulation: int
     resolution: tuple[int, int] | None
     """Of the largest example, as Family.example_batch takes it; None is what the config allows."""
-    previews: bool
-    validation: bool
     available: int | None
     written: frozenset[Key]
     preset_first: bool = False
@@ -133,9 +135,7 @@ def keep(found: Foresight, question: Question, folder: Path) -> None:
         raw[name] = named(raw[name])
     for name in ("tried", "below"):
         raw[name] = [{**one, "values": named(one["values"])} for one in raw[name]]
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs time, no more
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / f"{question.key()}.json", raw)
+    keep_json(folder / f"{question.key()}.json", raw)
 
 
 _BY_OPTION = ("values", "without", "saves")
@@ -173,6 +173,10 @@ def _code() -> str:
 def named(values: Mapping[Key, Any]) -> dict[str, Any]:
     """("memory", "block_streaming") -> "memory.block_streaming"."""
     return {".".join(key): value for key, value in values.items()}
+
+
+def named_gib(counts: Mapping[Key, int]) -> dict[str, float]:
+    return {name: in_gib(count) for name, count in named(counts).items()}
 
 
 def keys(values: Mapping[str, Any]) -> dict[Key, Any]:

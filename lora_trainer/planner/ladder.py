@@ -131,8 +131,7 @@ def lossless(values: Mapping[Key, Any]) -> bool:
 
 def usable(config: Config) -> list[Step]:
     """The steps of a plan's values: those that change no number only where they may be on."""
-    shown = [step for key in SOLVED for step in BASE if step.key == key]
-    return [step for step in shown if not step.lossless or step.techniques[0].helps(config)]
+    return [step for step in _SHOWN if not step.lossless or step.techniques[0].helps(config)]
 
 
 def plain_values(config: Config) -> dict[Key, Any]:

@@ -130,9 +130,7 @@ def _others(card: Card) -> str:
     """The programs that hold the card, largest first, where the system names them."""
     if not card.holders:
         return ""
-    shown = [
-        f"{holder.name} {gib(holder.bytes)}" if holder.bytes is not None else holder.name for holder in card.holders[:3]
-    ]
+    shown = [str(holder) for holder in card.holders[:3]]
     more = len(card.holders) - len(shown)
     tail = t(pt=f" e mais {more}", en=f" and {more} more") if more else ""
     return t(pt="em uso por ", en="in use by ") + ", ".join(shown) + tail

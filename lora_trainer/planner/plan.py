@@ -21,8 +21,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..config.declared import value_of, with_values
 from ..config.names import Key
 from ..config.schema import Config
@@ -35,7 +33,7 @@ from ..techniques.gradient_checkpointing import GradientCheckpointing
 from ..techniques.quantize_8bit import Quantize8bit
 from .estimate import Blocks, peak_at, with_examples
 from .ladder import ACCUMULATION, BASE, BATCH_SIZE, LOSSY, OFF, lossless, splits, tighter, usable, with_needs
-from .simulate import Prediction, Shape, simulate_run, simulation_device
+from .simulate import Prediction, Shape, meta_model, simulate_run, simulation_device
 from .techniques import make_plan
 
 CHECKPOINTING, STREAMING, OFFLOAD = GradientCheckpointing.key, BlockStreaming.key, ActivationOffload.key
@@ -90,7 +88,7 @@ class Planner:
     preset_first: bool = False
     """The config lies over a preset that the user named."""
     recall: Callable[[Mapping[Key, Any], Callable[[], Prediction]], Prediction] = lambda _, simulate: simulate()
-    """Where simulations are kept, if anywhere (memo.py)."""
+    """Where simulations are kept, if anywhere (solve.py)."""
     tried: list[Candidate] = field(default_factory=list)
     """Of all sizes of micro-batches."""
     _stored: dict[str, Blocks] = field(default_factory=dict)
@@ -306,19 +304,9 @@ class Planner:
         if quantization not in self._stored:
             config = with_values(self.config, {STREAMING: "no", EMBEDDINGS: "no", QUANTIZATION: quantization})
             plan = make_plan(config, self.precision, simulation_device(), folder=Path())
-            model = self.family.load_model(
-                torch.device("meta"),
-                self.precision.frozen,
-                with_text=trains_text(self.config),
-                prepare=lambda m: plan.convert(m, self.family.blocks(m)),
-            )
+            model = meta_model(self.family, self.config, self.precision.frozen, plan)
             self._stored[quantization] = Blocks(model, self.family.blocks(model))
         return self._stored[quantization]
-
-
-def trains_text(config: Config) -> bool:
-    """Whether text encoders are part of the trained model."""
-    return config.model.train_text_encoder or config.data.cache_text_encoder == "no"
 
 
 def _least_possible(known: Candidate, values: dict[Key, Any]) -> int:

@@ -16,23 +16,16 @@ import torch
 from ..atomic import replacing
 from ..config import names, presets
 from ..config.loading import Loaded, load
-from ..config.names import shown
 from ..config.reading import SIZE
 from ..families import family_class
-from ..files.sources import open_source
 from ..machine.allowance import base_allowance
-from ..machine.card import Card
-from ..machine.hardware import choose_precision
 from ..machine.ram import Ram
 from ..machine.speed import speed_of
 from ..units import gib
-from .ask import ask
-from .foresee import Foresight
+from .ask import ask_of_config
 from .picker import Choice, preset_budget
 
 MARK = "# pico simulado:"
-COMMON = Card("", (8, 0))
-"""The cards that presets are made for are taken to be of the RTX 30 series."""
 ROOMY = Ram(total=64 * 2**30, available=64 * 2**30)
 _FAMILY_LINE = re.compile(r"^  (\w+):")
 _SIZE_LINE = re.compile(rf"^      {SIZE.pattern}:")
@@ -55,12 +48,12 @@ Predict = Callable[[Loaded], Predicted | None]
 
 def predict(loaded: Loaded) -> Predicted | None:
     """Of a config over a preset, on the preset's card; None where the family is not known."""
-    found = foreseen(loaded, previews=bool(loaded.config.samples.prompts))
-    if found is None or loaded.preset is None:
+    model = loaded.config.model
+    if loaded.preset is None or (model.base_or_architecture is None and model.family == "auto"):
         return None
-    speed = speed_of(None, presets.size_gib(loaded.preset))
-    peak = card_of(loaded.preset).allowance.total(found.peak)
-    return Predicted(peak, speed.seconds(found.flops, found.transferred), found.values, found.fits)
+    card, speed = card_of(loaded.preset), speed_of(None, presets.size_gib(loaded.preset))
+    found = ask_of_config(loaded, card, ROOMY)
+    return Predicted(card.allowance.total(found.peak), speed.seconds(found.flops, found.transferred), found.values, found.fits)
 
 
 def predict_with_previews(loaded: Loaded) -> Predicted | None:
@@ -69,25 +62,9 @@ def predict_with_previews(loaded: Loaded) -> Predicted | None:
     return predict(replace(loaded, config=loaded.config.model_copy(update={"samples": samples})))
 
 
-def foreseen(loaded: Loaded, *, previews: bool) -> Foresight | None:
-    config = loaded.config
-    if loaded.preset is None or (config.model.base_or_architecture is None and config.model.family == "auto"):
-        return None
-    return ask(
-        loaded,
-        card_of(loaded.preset),
-        open_source(base, shown("model", "base_model")) if (base := config.model.base_or_architecture) else None,
-        choose_precision(config.training.mixed_precision, torch.device("cuda"), COMMON).name,
-        worst=(config.training.batch_size, None),
-        previews=previews,
-        validation=config.data.validation_fraction > 0,
-        ram=ROOMY,
-    )
-
-
 def card_of(name: str) -> Choice:
     """What is usually free of a card of the preset's size."""
-    return Choice(torch.device("cpu"), None, name, preset_budget(name), base_allowance(COMMON, "Linux"), "")
+    return Choice(torch.device("cpu"), None, name, preset_budget(name), base_allowance(None, "Linux"), "")
 
 
 def write_peaks(predict: Predict, folder: Path = presets.FOLDER, families: Collection[str] = ()) -> None:

@@ -20,7 +20,7 @@ from ..adapters import training_lora
 from ..config.schema import Config
 from ..engine.block_streaming import ring_buffers
 from ..engine.fake import QuickFakeMode
-from ..engine.tracker import MemoryTracker, PhasePeak, host_memory, mark_resident
+from ..engine.tracker import MemoryTracker, PhasePeak, host_memory, mark_resident, own_tensors
 from ..engine.vae_tiling import decodes_tiled, tiled
 from ..optim import optimizers
 from ..optim.offloaded import Offloaded
@@ -57,17 +57,9 @@ def simulation_device() -> torch.device:
     return torch.device("cuda" if torch.version.cuda and torch.cuda.is_available() else "cpu")
 
 
-def simulate_training(family: Family, config: Config, dtype: torch.dtype, plan: MemoryPlan, shape: Shape) -> Prediction:
-    """Load, forward, backward, optimizer. `plan` is one made for `simulation_device()`."""
-    batch = family.example_batch(shape.batch_size, shape.resolution)
-    with _fake_run(family, config, dtype, plan) as (tracker, trainee):
-        flops, transferred = _step(trainee, _fake_batch(batch, trainee.device), tracker, shape.accumulation)
-        phases = tracker.peaks()
-    return Prediction(phases, flops, transferred)
-
-
 def simulate_run(family: Family, config: Config, dtype: torch.dtype, plan: MemoryPlan, shape: Shape) -> Prediction:
-    """The same, and what happens between two steps beside the optimizer's state: validation and a preview."""
+    """Load, forward, backward, optimizer, and what happens between two steps beside the optimizer's state: validation and a
+    preview. `plan` is one made for `simulation_device()`."""
     vae = None
     if shape.previews and isinstance(family, ImageFamily):
         vae = family.load_vae(torch.device("meta"), dtype)
@@ -118,17 +110,6 @@ def simulate_images(
         return tracker.peaks()["latent_cache"]
 
 
-def simulate_decoding(family: ImageFamily, dtype: torch.dtype, size: tuple[int, int], *, tiles: bool = False) -> PhasePeak:
-    """The VAE alone, turning the latents of one preview of (width, height) pixels into a picture."""
-    device, vae = simulation_device(), family.load_vae(torch.device("meta"), dtype)
-    shape = family.example_batch(1, size)["latents"].shape
-    with _simulation() as tracker, torch.no_grad(), tiled(vae, tiles):
-        tracker.enter_phase("preview")
-        make_fake(vae, device, tracker)
-        family.decode_image(vae, torch.empty(shape, device=device))
-        return tracker.peaks()["preview"]
-
-
 @contextmanager
 def _simulation() -> Iterator[MemoryTracker]:
     """Fake tensors, a tracker, and the caller's random state untouched."""
@@ -145,10 +126,7 @@ def _fake_run(
 
     The model is made on meta before the mode is entered: `Module.to` and peft's injection fail on fake parameters.
     """
-    with_text = config.model.train_text_encoder or config.data.cache_text_encoder == "no"
-    model = family.load_model(
-        torch.device("meta"), dtype, with_text=with_text, prepare=lambda m: plan.convert(m, family.blocks(m))
-    )
+    model = meta_model(family, config, dtype, plan)
     training_lora.wear(model, family, config.model, dtype)
     adapter = adapters.inject(model, family, config.model, seed=0, formats=family.chosen_formats(config.output.formats))
     with _simulation() as tracker:
@@ -161,6 +139,14 @@ def _fake_run(
         tracker.enter_phase("optimizer")
         first_update(trainee, tracker)
         yield tracker, trainee
+
+
+def meta_model(family: Family, config: Config, dtype: torch.dtype, plan: MemoryPlan) -> nn.ModuleDict:
+    """The base on meta, as the plan stores it; with text encoders where they are part of the trained model."""
+    with_text = config.model.train_text_encoder or config.data.cache_text_encoder == "no"
+    return family.load_model(
+        torch.device("meta"), dtype, with_text=with_text, prepare=lambda m: plan.convert(m, family.blocks(m))
+    )
 
 
 def make_fake(model: nn.Module, device: torch.device, tracker: MemoryTracker, *, checked: bool = False) -> None:
@@ -193,12 +179,10 @@ def _comes_packed(layer: Any) -> bool:
 
 def _fake_tensors(layer: Any, home: torch.device, *, trained: bool) -> None:
     with host_memory(hasattr(layer, "home")):
-        for owner in (layer._parameters, layer._buffers):
-            for name, old in list(owner.items()):
-                if old is not None and old.is_meta and old.requires_grad == trained:
-                    value = torch.empty(old.shape, dtype=old.dtype, device=home)
-                    is_parameter = isinstance(old, nn.Parameter)
-                    owner[name] = nn.Parameter(value, old.requires_grad) if is_parameter else value
+        for owner, name, old in own_tensors(layer):
+            if old.is_meta and old.requires_grad == trained:
+                value = torch.empty(old.shape, dtype=old.dtype, device=home)
+                owner[name] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
 
 
 def _unpack_one_by_one(model: nn.Module) -> None:

@@ -1,37 +1,52 @@
-"""From a question to its answer: the family opened without weights, the options solved, every phase simulated."""
+"""From a question to its answer: the family opened without weights, the options solved, every phase simulated.
 
+Simulations are kept on disk: the same plan of the same run need not be simulated again for another card.
+"""
+
+import contextlib
 import json
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
+from ..atomic import keep_json
+from ..config.declared import with_values
+from ..config.names import Key
 from ..engine.tracker import PhasePeak
 from ..families import resolve
 from ..machine.hardware import NAMES, Precision
 from ..seam.family import Family, ImageFamily
+from ..techniques.block_streaming import MASTER
 from .caching import Encoding, plan_caching
 from .foresee import Foresight, Question, Tried, keep
-from .memo import Memo
 from .plan import Candidate, Planner
 from .rungs import Rungs
-from .simulate import Shape
+from .simulate import Prediction, Shape
 
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 ORDER = ("load", "forward", "backward", "optimizer", "validation", "preview")
 ADAPTER_KEPT = ("adapter", "optimizer")
 """What a saved state holds."""
+IRRELEVANT: dict[Key, Any] = {
+    ("memory", "preset"): "none",
+    ("memory", "vram"): None,
+    ("memory", "ram"): None,
+    MASTER.key: "auto",
+}
+"""To a simulation."""
+_PREDICTION = TypeAdapter(Prediction)
 
 
 def foresee(question: Question, folder: Path) -> Foresight:
-    """Solve the `auto` options and simulate every phase; the answer is kept in `folder`."""
-    found = answer(question, folder)
-    keep(found, question, folder)
-    return found
+    """Solve the `auto` options and simulate every phase; the answer is kept in `folder`, and so are the simulations.
 
-
-def answer(question: Question, folder: Path | None = None) -> Foresight:
-    """`folder`: where simulations are kept. Raises SourceError or ConfigError for bases and options that cannot be trained."""
+    Raises SourceError or ConfigError for bases and options that cannot be trained.
+    """
     config, dtype = question.config, DTYPES[question.precision]
     family = resolve(config.model, config.data, planning=True)
     family.configure(config.training, config.data)
@@ -39,9 +54,9 @@ def answer(question: Question, folder: Path | None = None) -> Foresight:
     shape = Shape(
         question.batch_size,
         size,
-        question.accumulation,
-        previews=question.previews,
-        validation=question.validation,
+        config.training.gradient_accumulation_steps,
+        previews=bool(config.samples.prompts),
+        validation=config.data.validation_fraction > 0,
         preview_resolution=config.samples.resolution,
     )
     precision = Precision(dtype, dtype, scaler=dtype is torch.float16)
@@ -53,14 +68,14 @@ def answer(question: Question, folder: Path | None = None) -> Foresight:
         question.available,
         question.written,
         question.preset_first,
-        Memo(question, folder).recall,
+        partial(_recall, replace(question, available=None, written=frozenset(), preset_first=False), folder),
     )
     best = planner.solve()
     encoding, phases = _caching(question, family, dtype, size)
     phases |= {name: best.prediction.phases[name] for name in ORDER if name in best.prediction.phases}
     fits = best.fits(question.available)
     rungs = Rungs(planner, best)
-    return Foresight(
+    found = Foresight(
         values=best.values,
         micro_batch=best.micro_batch,
         phases=phases,
@@ -77,6 +92,21 @@ def answer(question: Question, folder: Path | None = None) -> Foresight:
         texts=not isinstance(family, ImageFamily),
         adapter_bytes=sum(best.prediction.phases["optimizer"].causes[cause] for cause in ADAPTER_KEPT),
     )
+    keep(found, question, folder)
+    return found
+
+
+def _recall(
+    question: Question, folder: Path, values: Mapping[Key, Any], simulate: Callable[[], Prediction]
+) -> Prediction:
+    """The prediction for these options, simulated if it must be. The key is the question's with the plan's values in place."""
+    config = with_values(question.config, {**values, **IRRELEVANT})
+    path = folder / f"{replace(question, config=config).key()}-simulated.json"
+    with contextlib.suppress(OSError, ValueError):  # none, or a damaged one
+        return _PREDICTION.validate_json(path.read_bytes())
+    prediction = simulate()
+    keep_json(path, asdict(prediction))
+    return prediction
 
 
 def _caching(
@@ -85,10 +115,7 @@ def _caching(
     """Texts need no encoding."""
     if not isinstance(family, ImageFamily):
         return Encoding.of(question.config.memory, question.written), {}
-    encoding, phases, _ = plan_caching(
-        family, question.config, dtype, size, question.available, question.written
-    )
-    return encoding, phases
+    return plan_caching(family, question.config, dtype, size, question.available, question.written)[:2]
 
 
 def _tried(candidate: Candidate) -> Tried:

@@ -84,8 +84,6 @@ class Planning:
             source,
             self.precision.name,
             worst=worst,
-            previews=bool(config.samples.prompts),
-            validation=config.data.validation_fraction > 0,
         )
         if notice := not_quantized(config, found.values):
             self.terminal.warn(notice)

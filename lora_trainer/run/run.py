@@ -15,6 +15,7 @@ import torch
 
 from .. import adapters
 from ..adapters import training_lora
+from ..atomic import write_json
 from ..config import effective
 from ..config.loading import Loaded
 from ..engine.tracker import MemoryTracker
@@ -23,7 +24,7 @@ from ..families import resolve
 from ..journal.checkpoint import latest_step, newest_facts
 from ..journal.interrupt import StopRequest
 from ..journal.plot import plot_metrics
-from ..journal.progress import Metrics, Phases, Terminal, peak_resident_bytes, write_json
+from ..journal.progress import Metrics, Phases, Terminal, peak_resident_bytes
 from ..journal.run_folder import Lock, RunFolder, check, claim
 from ..machine import hardware
 from ..machine.cap import cap_process, spill_warning

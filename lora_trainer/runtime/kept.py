@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..atomic import write_json
 from ..config.names import Key
-from ..journal.progress import write_json
-from ..planner.foresee import Foresight, keys, named
+from ..planner.foresee import Foresight, keys, named, named_gib
 from ..planner.ladder import LOSSY, Rung
-from ..units import GIB
+from ..units import GIB, in_gib
 
 FORESEEN = ("fits", "peak_gib", "phases", "saves")
 
@@ -32,14 +32,11 @@ def write_plan(path: Path, rung: Rung, found: Foresight | None, facts: Mapping[s
     """`facts`: what else is to be kept (techniques, device, precision, encoding, measured peaks)."""
     foreseen: dict[str, Any] = {}
     if found is not None:
-        phases = {
-            name: {"total": peak.total, "host": peak.host, **peak.causes} for name, peak in found.phases.items()
-        }
         foreseen = {
             "fits": found.fits,
-            "peak_gib": _gib(found.peak),
-            "phases": {name: {cause: _gib(n) for cause, n in causes.items()} for name, causes in phases.items()},
-            "saves": {name: _gib(saved) for name, saved in named(found.saves).items()},
+            "peak_gib": in_gib(found.peak),
+            "phases": found.phases_in_gib(),
+            "saves": named_gib(found.saves),
         }
     write_json(path, {"plan": named(rung.values), "micro_batch": rung.micro_batch, **foreseen, **facts})
 
@@ -63,7 +60,3 @@ def read_plan(path: Path) -> Kept | None:
 def fixed_on_resume() -> frozenset[Key]:
     """What a resumed run keeps even if it must be planned anew, since numbers depend on it: the base, the optimizer's state."""
     return frozenset(step.key for step in LOSSY)
-
-
-def _gib(count: int) -> float:
-    return round(count / GIB, 4)

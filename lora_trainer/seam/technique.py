@@ -48,6 +48,7 @@ class Asked:
     """Where a mapped host master would lie."""
 
 
+@dataclass(frozen=True)
 class Technique:
     title: ClassVar[Both]
     when: ClassVar[Both]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..config.declared import Both, Declared, value_of
+from ..config.declared import Declared, value_of
 from ..seam.technique import RESIDENT, Asked, Blocks, ConvertTechnique, Module
 from . import packing
 
@@ -25,12 +24,12 @@ TEXT = Declared(
 class Quantizer(ConvertTechnique):
     """`value` is also its name to the user."""
 
-    title: ClassVar[Both] = ("base em {values}", "{values} base")
-    when: ClassVar[Both] = ("também falta RAM", "RAM is short too")
+    title = ("base em {values}", "{values} base")
+    when = ("também falta RAM", "RAM is short too")
     options: ClassVar[tuple[Declared, ...]] = (BASE,)
-    lossless: ClassVar[bool] = False
+    lossless = False
     bits: ClassVar[int] = 8
-    takes: ClassVar[Mapping[str, float]] = {"frozen": 0.5}
+    takes = {"frozen": 0.5}
     value: ClassVar[str]
     loses: ClassVar[float]
     """Of normal weights, root mean square, at most: its stated bound."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from ..config.declared import Both, Declared
+from ..config.declared import Declared
 from ..seam.technique import LEARNING, Blocks, ContextTechnique, Module, WrapTechnique
 
 if TYPE_CHECKING:
@@ -17,17 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ActivationOffload(WrapTechnique, ContextTechnique):
-    title: ClassVar[Both] = ("descarga de ativações", "activation offload")
-    when: ClassVar[Both] = ("imagens grandes, depois do checkpoint", "large images, after checkpointing")
-    options: ClassVar[tuple[Declared, ...]] = (Declared(
+    title = ("descarga de ativações", "activation offload")
+    when = ("imagens grandes, depois do checkpoint", "large images, after checkpointing")
+    options = (Declared(
         ("memory", "activation_offload"), "descarga_ativacoes", place=40, phases=LEARNING,
         elsewhere="cpu_offload_checkpointing", docs=(
             "Guarda na RAM as ativações dos checkpoints de gradiente.",
             "Keep the activations of gradient checkpoints in RAM.")),)
-    needs: ClassVar[Mapping[str, Both]] = {
+    needs = {
         "gradient_checkpointing": ("todas as ativações iriam e voltariam", "every activation would travel")}
-    mildness: ClassVar[int] = 30
-    order: ClassVar[int] = 30
+    mildness = 30
+    order = 30
 
     min_bytes: int = 1 << 20
     """Smaller tensors are not worth a copy."""

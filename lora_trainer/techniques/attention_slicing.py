@@ -4,14 +4,13 @@ sliced where the card needs it."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..seam.technique import Blocks, Module, WrapTechnique
 
 
 @dataclass(frozen=True)
 class AttentionSlicing(WrapTechnique):
-    order: ClassVar[int] = 10
+    order = 10
 
     score_bytes: int = 1 << 26
     """Scores that may stand in memory at once."""

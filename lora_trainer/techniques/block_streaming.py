@@ -10,12 +10,11 @@ Left out: a staging buffer for memory that could not be page-locked, and convolu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from ..config.declared import Both, Declared
+from ..config.declared import Declared
 from ..config.fields import Share
 from ..seam.technique import CACHING, RESIDENT, Asked, Blocks, ConvertTechnique, Module, WrapTechnique
 
@@ -27,11 +26,11 @@ MASTER = Declared(
 
 @dataclass(frozen=True)
 class BlockStreaming(ConvertTechnique, WrapTechnique):
-    title: ClassVar[Both] = ("streaming de blocos", "block streaming")
-    when: ClassVar[Both] = (
+    title = ("streaming de blocos", "block streaming")
+    when = (
         "o modelo base não cabe; fica na RAM e vem bloco por bloco",
         "the base does not fit; it lives in RAM and comes in block by block")
-    options: ClassVar[tuple[Declared, ...]] = (
+    options = (
         Declared(
             ("memory", "block_streaming"), "streaming_blocos", place=30, phases=RESIDENT, kind=Share, steps=(0.25, 0.5, 0.75, 1.0),
             elsewhere="blocks_to_swap block_swap layer_offload_fraction", docs=(
@@ -43,13 +42,13 @@ class BlockStreaming(ConvertTechnique, WrapTechnique):
                 "Text encoders come to the card layer by layer.")),
         MASTER,
     )
-    value: ClassVar[float] = 1.0
-    needs: ClassVar[Mapping[str, Both]] = {
+    value = 1.0
+    needs = {
         "gradient_checkpointing": (
             "os pesos trazidos ficariam na placa até o passo de volta",
             "the weights brought in would stay until the backward pass")}
-    mildness: ClassVar[int] = 40
-    order: ClassVar[int] = 15
+    mildness = 40
+    order = 15
     """After the quantisers, whose layers it marks; before checkpointing, inside which it must be."""
 
     fraction: float = 1.0

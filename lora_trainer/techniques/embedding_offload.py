@@ -7,24 +7,20 @@ Frozen weights only; adapters stay on the card. Left out: a head that carries an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-from ..config.declared import Both, Declared
+from ..config.declared import Declared
 from ..seam.technique import RESIDENT, Blocks, ConvertTechnique, Module, WrapTechnique
 
 
-@dataclass(frozen=True)
 class EmbeddingOffload(ConvertTechnique, WrapTechnique):
-    title: ClassVar[Both] = ("descarga de embeddings", "embedding offload")
-    when: ClassVar[Both] = ("vocabulários grandes, de modelos de linguagem", "large vocabularies, of language models")
-    options: ClassVar[tuple[Declared, ...]] = (Declared(
+    title = ("descarga de embeddings", "embedding offload")
+    when = ("vocabulários grandes, de modelos de linguagem", "large vocabularies, of language models")
+    options = (Declared(
         ("memory", "embedding_offload"), "descarga_embeddings", place=20, phases=RESIDENT, docs=(
             "Guarda na RAM os embeddings e a cabeça de um modelo de linguagem; só as linhas em uso vêm à placa.",
             "Keep a language model's embeddings and head in RAM; only the rows in use come to the card.")),)
-    mildness: ClassVar[int] = 20
-    order: ClassVar[int] = 14
-    some_bases: ClassVar[bool] = True
+    mildness = 20
+    order = 14
+    some_bases = True
 
     @classmethod
     def finds(cls, model: Module, groups: Blocks) -> bool:

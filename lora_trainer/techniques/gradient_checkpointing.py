@@ -6,22 +6,22 @@ Whole blocks, with random numbers and autocast as in the first run. Left out: ch
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from ..config.declared import Both, Declared
+from ..config.declared import Declared
 from ..seam.technique import LEARNING, Blocks, Module, WrapTechnique
 
 
 @dataclass(frozen=True)
 class GradientCheckpointing(WrapTechnique):
-    title: ClassVar[Both] = ("checkpoint de gradiente", "gradient checkpointing")
-    when: ClassVar[Both] = ("ativações grandes", "activations are large")
-    options: ClassVar[tuple[Declared, ...]] = (Declared(
+    title = ("checkpoint de gradiente", "gradient checkpointing")
+    when = ("ativações grandes", "activations are large")
+    options = (Declared(
         ("training", "gradient_checkpointing"), "checkpoint_gradiente", place=10, phases=LEARNING, docs=(
             "Recalcula ativações no passo de volta para economizar memória; auto: se o plano precisar.",
             "Recompute activations in the backward pass to save memory; auto: if the plan needs it.")),)
-    mildness: ClassVar[int] = 10
-    order: ClassVar[int] = 20
+    mildness = 10
+    order = 20
 
     every: int = 1
     """Wrap every n-th block of a group."""

@@ -9,27 +9,29 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
 from ..seam.technique import Asked, Blocks, ContextTechnique, Module, ScalerTechnique, WrapTechnique
 
 if TYPE_CHECKING:
     import torch
 
+HALVES = {"fp16": "float16", "bf16": "bfloat16"}
+
 
 @dataclass(frozen=True)
 class MixedPrecision(WrapTechnique, ContextTechnique, ScalerTechnique):
-    order: ClassVar[int] = 60
-    lossless: ClassVar[bool] = False
+    order = 60
+    lossless = False
 
-    dtype: Literal["fp16", "bf16"] = "bf16"
+    dtype: str = "bf16"
+    """Of HALVES."""
     device: str = "cuda"
     """Device type, "cuda" or "cpu"."""
 
     @classmethod
     def of(cls, asked: Asked) -> MixedPrecision | None:
-        halves: dict[str, Literal["fp16", "bf16"]] = {"fp16": "fp16", "bf16": "bf16"}
-        return cls(halves[asked.compute], asked.device) if asked.compute in halves else None
+        return cls(asked.compute, asked.device) if asked.compute in HALVES else None
 
     def wrap(self, model: Module, groups: Blocks) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -41,7 +43,7 @@ class MixedPrecision(WrapTechnique, ContextTechnique, ScalerTechnique):
     def context(self) -> AbstractContextManager[object]:
         import torch
 
-        return torch.autocast(self.device, dtype={"fp16": torch.float16, "bf16": torch.bfloat16}[self.dtype])
+        return torch.autocast(self.device, dtype=getattr(torch, HALVES[self.dtype]))
 
     def scaler(self) -> torch.amp.GradScaler:
         import torch

@@ -7,12 +7,11 @@ counts paged moments as if they stayed on the card.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from ..choices.optimizers import OPTIMIZERS, WITH_8BIT
-from ..config.declared import Both, Conflict, Declared
+from ..config.declared import Conflict, Declared
 from ..seam.technique import RESIDENT, Asked, Groups, OptimizerTechnique
 
 if TYPE_CHECKING:
@@ -30,10 +29,10 @@ SWITCH = Declared(
 
 @dataclass(frozen=True)
 class Optimizer8bit(OptimizerTechnique):
-    title: ClassVar[Both] = ("otimizador de 8 bits", "8-bit optimizer")
-    when: ClassVar[Both] = ("ranks grandes", "large ranks")
-    options: ClassVar[tuple[Declared, ...]] = (SWITCH,)
-    excludes: ClassVar[tuple[Conflict, ...]] = (
+    title = ("otimizador de 8 bits", "8-bit optimizer")
+    when = ("ranks grandes", "large ranks")
+    options = (SWITCH,)
+    excludes = (
         Conflict(
             SWITCH.key, ("training", "optimizer"), lambda c: c.training.optimizer not in WITH_8BIT,
             ("o otimizador `{c.training.optimizer}` não tem versão de 8 bits",
@@ -41,9 +40,9 @@ class Optimizer8bit(OptimizerTechnique):
             (f"use um destes: {', '.join(WITH_8BIT)}; ou apague `{{first}}`",
              f"use one of: {', '.join(WITH_8BIT)}; or delete `{{first}}`")),
     )
-    mildness: ClassVar[int] = 60
-    lossless: ClassVar[bool] = False
-    takes: ClassVar[Mapping[str, float]] = {"optimizer": 0.75}
+    mildness = 60
+    lossless = False
+    takes = {"optimizer": 0.75}
 
     paged: bool = False
 

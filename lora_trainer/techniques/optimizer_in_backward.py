@@ -7,10 +7,9 @@ for all) cannot go with it; nor can a window be redone once its backward pass be
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from ..config.declared import Both, Conflict, Declared
+from ..config.declared import Conflict, Declared
 from ..seam.technique import RESIDENT, Groups, OptimizerTechnique
 from ._apart import one_estimate_for_all
 
@@ -25,14 +24,13 @@ SWITCH = Declared(
         "Step each weight as soon as its gradient exists; without accumulation and without clipping."))
 
 
-@dataclass(frozen=True)
 class OptimizerInBackward(OptimizerTechnique):
-    title: ClassVar[Both] = ("passo dentro do backward", "step in the backward pass")
-    when: ClassVar[Both] = ("sem acumulação e sem corte de gradiente", "no accumulation, no clipping")
-    options: ClassVar[tuple[Declared, ...]] = (SWITCH,)
-    asked_only: ClassVar[bool] = True
+    title = ("passo dentro do backward", "step in the backward pass")
+    when = ("sem acumulação e sem corte de gradiente", "no accumulation, no clipping")
+    options = (SWITCH,)
+    asked_only = True
     """It forbids clipping, which is the user's to give up."""
-    excludes: ClassVar[tuple[Conflict, ...]] = (
+    excludes = (
         Conflict(
             SWITCH.key, ("training", "gradient_accumulation_steps"), lambda c: c.training.gradient_accumulation_steps > 1,
             ("`{first}` não anda com `{second}` maior que 1: o peso mudaria a cada micro-lote",

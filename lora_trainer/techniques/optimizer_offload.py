@@ -7,11 +7,10 @@ of the adapter (optim/ema.py) lies there too. The copies are not hidden behind c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from ..config.declared import Both, Conflict, Declared
+from ..config.declared import Conflict, Declared
 from ..seam.technique import RESIDENT, Asked, Groups, OptimizerTechnique
 from ._apart import one_estimate_for_all
 from .optimizer_8bit import Optimizer8bit
@@ -28,10 +27,10 @@ SWITCH = Declared(
 
 @dataclass(frozen=True)
 class OptimizerOffload(OptimizerTechnique):
-    title: ClassVar[Both] = ("descarga do otimizador", "optimizer offload")
-    when: ClassVar[Both] = ("ranks grandes: os momentos esperam na RAM", "large ranks: the moments wait in RAM")
-    options: ClassVar[tuple[Declared, ...]] = (SWITCH,)
-    excludes: ClassVar[tuple[Conflict, ...]] = (
+    title = ("descarga do otimizador", "optimizer offload")
+    when = ("ranks grandes: os momentos esperam na RAM", "large ranks: the moments wait in RAM")
+    options = (SWITCH,)
+    excludes = (
         Conflict(
             SWITCH.key, ("memory", "optimizer_in_backward"), lambda c: c.memory.optimizer_in_backward == "yes",
             ("`{first}` não anda com `{second}`, que atualiza cada peso no meio do backward",
@@ -39,9 +38,9 @@ class OptimizerOffload(OptimizerTechnique):
             ("apague um dos dois", "delete one of the two")),
         one_estimate_for_all(SWITCH.key),
     )
-    mildness: ClassVar[int] = 50
+    mildness = 50
     """The last of what changes no number: no computing hides these copies."""
-    takes: ClassVar[Mapping[str, float]] = {"optimizer": 1.0}
+    takes = {"optimizer": 1.0}
 
     inner: OptimizerTechnique | None = None
     """Builds the optimizers, if not the usual one."""

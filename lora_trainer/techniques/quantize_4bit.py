@@ -6,25 +6,23 @@ divisible by 64. The format is engine/four_bit.py's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
-from ..config.declared import Declared
 from ..seam.technique import Blocks, Module
 from ._quantizer import BASE, TEXT, Quantizer
 
 
 @dataclass(frozen=True)
 class Quantize4bit(Quantizer):
-    options: ClassVar[tuple[Declared, ...]] = (BASE, TEXT)
-    value: ClassVar[str] = "nf4"
-    loses: ClassVar[float] = 0.095
-    mildness: ClassVar[int] = 90
-    order: ClassVar[int] = 10
-    bits: ClassVar[int] = 4
-    takes: ClassVar[Mapping[str, float]] = {"frozen": 0.75}
-    rest: ClassVar[str] = "quantize_8bit"
+    options = (BASE, TEXT)
+    value = "nf4"
+    loses = 0.095
+    mildness = 90
+    order = 10
+    bits = 4
+    takes = {"frozen": 0.75}
+    rest = "quantize_8bit"
     """Which costs no measurable accuracy."""
 
     kind: Literal["nf4", "fp4"] = "nf4"

@@ -5,21 +5,17 @@ Each output row has its own factor, so a weight moves by at most 1/254 of its ro
 what quantize_4bit left alone when both are on. Left out: integer matrix products (LLM.int8()), which quantise activations.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
 
-from ..config.declared import Declared
 from ._quantizer import BASE, TEXT, RowQuantizer
 
 
-@dataclass(frozen=True)
 class Quantize8bit(RowQuantizer):
-    options: ClassVar[tuple[Declared, ...]] = (BASE, TEXT)
-    storage: ClassVar[str] = "int8"
-    value: ClassVar[str] = "int8"
-    loses: ClassVar[float] = 0.01
-    mildness: ClassVar[int] = 80
-    order: ClassVar[int] = 12
+    options = (BASE, TEXT)
+    storage = "int8"
+    value = "int8"
+    loses = 0.01
+    mildness = 80
+    order = 12
 
 
 TECHNIQUE = Quantize8bit

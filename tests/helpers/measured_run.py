@@ -32,7 +32,7 @@ from lora_trainer.planner.simulate import (
     Shape,
     WatchedPlan,
     first_update,
-    simulate_training,
+    simulate_run,
     simulation_device,
     state_tensors,
 )
@@ -176,7 +176,7 @@ def predict(case: Case, base: Path | None, folder: Path = Path()) -> Prediction:
     family, config = case.open(base)
     plan = make_plan(config, case.compute(), simulation_device(), folder)
     shape = Shape(case.batch, case.resolution, case.accumulation, previews=False)
-    return simulate_training(family, config, case.compute().frozen, plan, shape)
+    return simulate_run(family, config, case.compute().frozen, plan, shape)
 
 
 @dataclass(frozen=True)

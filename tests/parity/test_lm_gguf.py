@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.counts import packed_weights
 from helpers.gguf_files import tiny_model, write_model
 from test_lm_training import CPU, Run, _same
 from tiny_language_models import batch_of, texts
@@ -12,13 +13,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lora_trainer.config.schema import Config, ModelConfig
-from lora_trainer.engine.packed import packed_weights
 from lora_trainer.engine.tracker import ROUNDING
 from lora_trainer.export.merge import merge
 from lora_trainer.families.causal_lm.base import GgufBase
 from lora_trainer.families.causal_lm.family import PART, CausalLM
 from lora_trainer.files.sources import Source
-from lora_trainer.planner.simulate import Shape, simulate_training
+from lora_trainer.planner.simulate import Shape, simulate_run
 from lora_trainer.techniques import MemoryPlan
 from lora_trainer.techniques.block_streaming import BlockStreaming
 from lora_trainer.techniques.embedding_offload import EmbeddingOffload
@@ -84,7 +84,7 @@ def test_the_simulation_packs_too(tmp_path: Path) -> None:
     family = open_gguf_family(write_model(tmp_path / "base.gguf", tiny_model("llama"), "llama", "Q8_0"))
     config = Config(model=ModelConfig(lora_targets="all"))
     plan, shape = MemoryPlan((GradientCheckpointing(),)), Shape(1, (32, 1), previews=False)
-    phases = simulate_training(family, config, torch.float32, plan, shape).phases  # type: ignore[arg-type]
+    phases = simulate_run(family, config, torch.float32, plan, shape).phases  # type: ignore[arg-type]
     real = Run(family)
     frozen = [p for p in (*real.model[PART].parameters(), *real.model[PART].buffers()) if not p.requires_grad]
     assert phases["forward"].causes["frozen"] == sum(-(-x.nbytes // ROUNDING) * ROUNDING for x in frozen)

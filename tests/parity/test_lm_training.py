@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.counts import recomputations
 from tiny_language_models import KINDS, batch_of, open_tiny, save_tiny, texts
 from torch import Tensor, nn
 
 from lora_trainer.adapters import Adapter, inject
 from lora_trainer.config.schema import ModelConfig
-from lora_trainer.engine.recompute import recomputations
 from lora_trainer.families.causal_lm.family import PART, CausalLM
 from lora_trainer.seam.technique import Technique
 from lora_trainer.techniques import MemoryPlan

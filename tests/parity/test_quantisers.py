@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.counts import recomputations
 from helpers.original_checkpoint import write_single_file
 from torch import Tensor, nn
 
@@ -14,7 +15,6 @@ from lora_trainer.config.declared import sharing
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.engine.block_streaming import streaming_report
 from lora_trainer.engine.packed import PackedConv2d, PackedLinear, packing_report
-from lora_trainer.engine.recompute import recomputations
 from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.export.verify import verify
 from lora_trainer.export.write import save_adapter

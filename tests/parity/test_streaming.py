@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.counts import recomputations
 from helpers.original_checkpoint import write_single_file
 from torch import nn
 
@@ -13,7 +14,6 @@ from lora_trainer import adapters
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.diffusion.unet import text_body
 from lora_trainer.engine.block_streaming import streaming_report
-from lora_trainer.engine.recompute import recomputations
 from lora_trainer.export.verify import verify
 from lora_trainer.export.write import save_adapter
 from lora_trainer.families import resolve

@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.counts import recomputations
 from tiny_unets import ALL, ATTENTION, TinyFamily, make_batch, make_model, trainable
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lora_trainer.config.schema import TrainingConfig
-from lora_trainer.engine.recompute import recomputations
 from lora_trainer.loop import Trainee, train
 from lora_trainer.machine.hardware import assert_trainable_float32
 from lora_trainer.optim.optimizers import param_groups

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.bases import NAMES, STORED, plain, written
+from helpers.counts import recomputations
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -13,7 +14,6 @@ from lora_trainer import adapters
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.diffusion.transformer import TransformerFamily
 from lora_trainer.engine.block_streaming import streaming_report
-from lora_trainer.engine.recompute import recomputations
 from lora_trainer.errors import ConfigError, UserError
 from lora_trainer.export.verify import verify
 from lora_trainer.export.write import save_adapter

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.counts import streamable_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from streaming_models import Chain, apply, gradients
 from torch import nn
 
 from lora_trainer.engine import streaming
-from lora_trainer.engine.block_streaming import choose, streamable_bytes, streaming_report
+from lora_trainer.engine.block_streaming import choose, streaming_report
 from lora_trainer.engine.host import compute_device
 from lora_trainer.seam.family import BlockGroup
 from lora_trainer.techniques.block_streaming import BlockStreaming

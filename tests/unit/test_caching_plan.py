@@ -17,9 +17,9 @@ from lora_trainer.data.cache import Cache
 from lora_trainer.data.encode import Encoder, View
 from lora_trainer.engine import attention
 from lora_trainer.engine.attention import ChunkedProcessor, slice_where_unfused
-from lora_trainer.planner.caching import Encoding, plan_caching, plan_preview
+from lora_trainer.planner.caching import Encoding, plan_caching
 from lora_trainer.planner.encoders import load_encoders
-from lora_trainer.planner.simulate import simulate_captions, simulate_decoding, simulate_images
+from lora_trainer.planner.simulate import simulate_captions, simulate_images
 from lora_trainer.seam.family import Family
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
@@ -40,14 +40,6 @@ def test_what_is_written_is_fixed_and_a_presets_value_is_not():
     assert Encoding.of(memory) == Encoding(True, "nf4", preview_tiling="no", fixed=fixed)
     made = Encoding.of(memory, written={STREAMING})
     assert (made.fixed, made.text_quantization, made.preview_tiling) == (("text_streaming",), "nf4", "auto")
-
-
-def test_what_was_solved_counts_where_the_user_left_it_open():
-    memory = MemoryConfig(vae_tiling="no")
-    solved = {STREAMING: "yes", QUANTIZATION: "int8", TILING: "yes", ("memory", "block_streaming"): 0.5}
-    made = Encoding.of(memory, solved=solved)
-    assert made == Encoding(True, "int8", preview_tiling="no", fixed=("vae_tiling",))
-    assert Encoding.of(MemoryConfig(), solved=solved).vae_tiling
 
 
 def test_a_resumed_run_goes_on_where_it_was_but_for_what_the_user_fixed_since():
@@ -115,17 +107,6 @@ def test_tiles_are_not_tried_where_they_change_nothing(shipped):
     assert (plain, fits) == (Encoding(), True)
     encoding, _, _ = plan_caching(family, Config(), BF16, (512, 512), 1 << 28)
     assert (encoding.vae_tiling, encoding.images_on_cpu) == (False, True)
-
-
-def test_previews_take_tiles_where_whole_ones_do_not_fit(shipped):
-    family = shipped("sd15")
-    whole, tiled = (simulate_decoding(family, BF16, (768, 768), tiles=on) for on in (False, True))
-    for available, tiling, expected in ((None, "auto", whole), (whole.total - 1, "yes", tiled)):
-        encoding, peak, fits = plan_preview(family, Encoding(), BF16, (768, 768), available)
-        assert (encoding.preview_tiling, peak, fits) == (tiling, expected, True)
-    fixed = Encoding.of(MemoryConfig(vae_tiling="no"))
-    encoding, _, fits = plan_preview(family, fixed, BF16, (768, 768), 1 << 29)
-    assert (encoding, fits) == (fixed, False)
 
 
 # -- keys

@@ -19,7 +19,7 @@ from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.errors import ConfigError, SourceError
 from lora_trainer.families.causal_lm.family import PART, CausalLM, shapes
 from lora_trainer.files.sources import open_source
-from lora_trainer.planner.simulate import Shape, simulate_training
+from lora_trainer.planner.simulate import Shape, simulate_run
 from lora_trainer.techniques import MemoryPlan
 from lora_trainer.techniques.block_streaming import BlockStreaming
 from lora_trainer.techniques.embedding_offload import EmbeddingOffload
@@ -233,7 +233,7 @@ def test_simulated_peak_is_the_tracked_one(tmp_path: Path, kind: str, streams: b
     settings = ModelConfig(lora_rank=4, lora_targets="all")
     config = Config(model=settings)
     shape = Shape(2, (length, 1), previews=False)
-    predicted = simulate_training(family, config, torch.float32, plan, shape).phases  # type: ignore[arg-type]
+    predicted = simulate_run(family, config, torch.float32, plan, shape).phases  # type: ignore[arg-type]
     real = _tracked_step(family, config, plan, batch_of(*([text] for text in texts(length, length, vocabulary=500))))
     peak = max(predicted[phase].total for phase in ("forward", "backward", "optimizer"))
     assert real <= peak * 1.001

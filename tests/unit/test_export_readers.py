@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from adapter_models import MODELS, SD15, forward, perturb, pipeline, sd15_model, trained
+from helpers.counts import recomputations
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 
 from lora_trainer.adapters import inject
 from lora_trainer.config.schema import ModelConfig
 from lora_trainer.diffusion.unet import block_groups
-from lora_trainer.engine.recompute import recomputations
 from lora_trainer.errors import DivergedError, MachineError, set_language
 from lora_trainer.export.proof import check_consumer
 from lora_trainer.export.verify import verify

@@ -17,7 +17,7 @@ from lora_trainer.files.sources import open_source
 from lora_trainer.machine.allowance import base_allowance
 from lora_trainer.machine.ram import Ram
 from lora_trainer.planner import foresee as foreseeing
-from lora_trainer.planner import memo
+from lora_trainer.planner import solve
 from lora_trainer.planner.ask import MAPPED_MASTER, ask, with_mapped_master
 from lora_trainer.planner.caching import Encoding
 from lora_trainer.planner.foresee import Foresight, Question, known_answer
@@ -60,8 +60,8 @@ def question(config: Path, *settings: str, **changes: Any) -> Question:
     loaded = load(config, settings)
     source = open_source(str(loaded.config.model.base_model))
     fields = {
-        "precision": "bf16", "batch_size": 1, "accumulation": 1, "resolution": (256, 256), "previews": False,
-        "validation": False, "available": GIB, "written": frozenset(loaded.written), **changes,
+        "precision": "bf16", "batch_size": 1, "resolution": (256, 256), "available": GIB,
+        "written": frozenset(loaded.written), **changes,
     }  # fmt: skip
     return Question(loaded.config, replace(source, planning=True), **fields)
 
@@ -73,7 +73,7 @@ def choice(gib: float) -> Choice:
 def asked(loaded: Loaded, gib: float, **options: Any) -> Foresight:
     source = open_source(str(loaded.config.model.base_model))
     worst = (loaded.config.training.batch_size, loaded.config.data.resolution)
-    return ask(loaded, choice(gib), source, "bf16", worst=worst, previews=False, validation=False, **options)
+    return ask(loaded, choice(gib), source, "bf16", worst=worst, **options)
 
 
 # -- what is kept
@@ -106,7 +106,7 @@ def test_whatever_matters_is_in_the_key(config: Path, monkeypatch: pytest.Monkey
         question(config, "modelo.classificacao_lora=32"), question(config, "treino.otimizador=adafactor"),
         question(config, "memoria.streaming_blocos=0.5"), question(config, batch_size=2),
         question(config, resolution=(320, 256)), question(config, available=GIB - 1), question(config, precision="fp16"),
-        question(config, previews=True), question(config, written=frozenset()), question(config, preset_first=True),
+        question(config, "amostras.prompts=[x]"), question(config, written=frozenset()), question(config, preset_first=True),
     ]  # fmt: skip
     assert len({plain, *(other.key() for other in others)}) == len(others) + 1
     assert question(config).key() == plain
@@ -129,7 +129,7 @@ def test_the_bases_shapes_are_in_the_key_and_its_place_is_not(config: Path, tmp_
 
 def test_another_card_needs_no_second_simulation(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = asked(load(config), 8)
-    monkeypatch.setattr(memo, "_write", lambda *_: pytest.fail("simulated again"))
+    monkeypatch.setattr(solve, "keep_json", lambda *_: pytest.fail("simulated again"))
     second = asked(load(config, ["memoria.vram=6"]), 6)
     assert (second.values, second.phases) == (first.values, first.phases)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize as reference
+from helpers.counts import packed_weights, streamable_bytes
 from helpers.gguf_files import probe_ids, tiny_model, write_model
 from helpers.gguf_lm import GgufLM
 from torch import Tensor, nn
@@ -14,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lora_trainer.bases.gguf import GgufWeights
 from lora_trainer.bases.weights import Piece
-from lora_trainer.engine.block_streaming import streamable_bytes
-from lora_trainer.engine.packed import PackedLinear, packed_weights
+from lora_trainer.engine.packed import PackedLinear
 from lora_trainer.engine.packed_gguf import (
     GgufBlocks,
     PackedEmbedding,

@@ -135,7 +135,7 @@ def test_rows_that_rotate_together_are_found_in_packed_ggufs(tmp_path):
 
 @torch.no_grad()
 def test_streamed_and_quantised_encoders(tmp_path):
-    from lora_trainer.planner.encoders import convert_encoders, encoder_groups, stream_encoders
+    from lora_trainer.planner.encoders import encoder_groups, stream_encoders
     from lora_trainer.techniques.block_streaming import BlockStreaming
 
     whole: Any = whole_model("qwen3", tiny_text_config("qwen3", VOCABULARY, layers=4))
@@ -143,7 +143,7 @@ def test_streamed_and_quantised_encoders(tmp_path):
     mask = torch.ones(2, 9, dtype=torch.bool)
     plain = hidden_states(load(found), IDS, mask, (2, 3))
     encoders = load_all(
-        {"text_encoder": found}, ["text_encoder"], CPU, torch.float32, lambda m: convert_encoders(m, BlockStreaming())
+        {"text_encoder": found}, ["text_encoder"], CPU, torch.float32, lambda m: BlockStreaming().convert(m, encoder_groups(m))
     )
     assert [len(group.blocks) for group in encoder_groups(encoders)] == [3]
     stream_encoders(encoders)

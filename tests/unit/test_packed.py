@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adapter_models import sdxl_model
+from helpers.counts import packed_weights
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -20,12 +21,11 @@ from lora_trainer.engine.packed import (
     Packing,
     RowScaled,
     pack_layers,
-    packed_weights,
     packing_report,
 )
 from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.optim.optimizers import param_groups, probe
-from lora_trainer.planner.encoders import convert_encoders, encoder_groups
+from lora_trainer.planner.encoders import encoder_groups
 from lora_trainer.seam.family import BlockGroup
 from lora_trainer.techniques.cast_fp8 import CastFp8
 from lora_trainer.techniques.optimizer_8bit import Optimizer8bit
@@ -349,7 +349,7 @@ def test_text_encoders(technique, bound):
     )
     with torch.device("meta"):
         packed = nn.ModuleDict({name: type(encoder)(encoder.config) for name, encoder in encoders.items()})
-    convert_encoders(packed.eval().requires_grad_(False), technique)
+    technique.convert(packed.eval().requires_grad_(False), encoder_groups(packed))
     assert [group.name for group in encoder_groups(packed)] == ["text_encoder", "text_encoder_2"]
     assert packing_report(encoder_groups(packed)) == (24, 0)  # 2 encoders, 2 layers, q, k, v, out, fc1, fc2
     fill(packed, encoders)

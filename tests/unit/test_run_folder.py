@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from lora_trainer.atomic import write_json
 from lora_trainer.errors import ConfigError, MachineError
-from lora_trainer.journal.progress import Metrics, write_json
+from lora_trainer.journal.progress import Metrics
 from lora_trainer.journal.run_folder import Lock, RunFolder, check, claim, keep_last
 
 

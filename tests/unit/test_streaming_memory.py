@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from helpers.counts import streamable_bytes
 from tiny_unets import TinyFamily, make_batch, make_model, trainable
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lora_trainer.config.schema import TrainingConfig
-from lora_trainer.engine.block_streaming import ring_buffers, streamable_bytes, streaming_report
+from lora_trainer.engine.block_streaming import ring_buffers, streaming_report
 from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.seam.technique import Technique
 from lora_trainer.techniques import MemoryPlan

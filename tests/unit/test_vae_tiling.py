@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lora_trainer.engine.attention import chunked_attention, fuses, slice_attention
 from lora_trainer.engine.tracker import MemoryTracker
-from lora_trainer.engine.vae_tiling import OVERLAP, TILE_PIXELS, sliced, tiled
+from lora_trainer.engine.vae_tiling import OVERLAP, TILE_PIXELS, tiled
 from lora_trainer.techniques import MemoryPlan
 from lora_trainer.techniques.attention_slicing import AttentionSlicing
 
@@ -78,12 +78,13 @@ def test_tiles_are_512_pixels_whatever_the_config_says(vae):
 
 
 def test_slices_are_exact(vae):
+    """Of images no larger than a tile."""
     images = picture(64, batch=3)
     latents = vae.encode(images).latent_dist.mean
     pixels = vae.decode(latents).sample
     with MemoryTracker() as tracker:
         vae.decode(latents)
-    with sliced(vae), MemoryTracker() as sliced_tracker:
+    with tiled(vae), MemoryTracker() as sliced_tracker:
         assert torch.allclose(vae.encode(images).latent_dist.mean, latents, atol=1e-5)
         assert torch.allclose(vae.decode(latents).sample, pixels, atol=1e-5)
     assert not vae.use_slicing
