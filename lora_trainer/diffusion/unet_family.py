@@ -12,6 +12,7 @@ from ..bases import architecture as _architecture
 from ..bases.components import Networks, open_networks
 from ..bases.refusal import refusal
 from ..config.schema import ModelConfig
+from ..files.kinds import signatures
 from ..files.sources import Source
 from ..seam.family import Batch, BlockGroup, Example
 from ..seam.readers import UNETS
@@ -48,7 +49,7 @@ class UNetFamily(DiffusionFamily):
 
     @classmethod
     def shipped_architecture(cls) -> Path:
-        return _architecture.shipped_folder(cls.signature.bases[0].name)
+        return _architecture.shipped_folder(signatures()[cls.name].bases[0].name)
 
     @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "UNetFamily":

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..config.names import shown
 from ..config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from ..errors import ConfigError, t
-from ..files.kinds import Signature
+from ..files.kinds import family_of, signatures
 from ..files.sources import Source
 from .readers import Readers
 from .slots import Slots
@@ -73,8 +73,6 @@ class Family(ABC):
     name: ClassVar[str]
     learns_from: ClassVar[Literal["images", "texts"]]
     """The run's modality: data, previews and files (run/modalities.py)."""
-    signature: ClassVar[Signature]
-    """What tells its bases from others."""
     title: ClassVar[str]
     """For people: "Stable Diffusion 1.x/2.x"."""
     formats: Readers
@@ -94,7 +92,7 @@ class Family(ABC):
     @classmethod
     def takes(cls, source: Source) -> bool:
         """Whether the source is one of the family's bases, told by header or config.json alone."""
-        return source.looks_like() in cls.signature.bases
+        return family_of(source.looks_like()) == cls.name
 
     @classmethod
     @abstractmethod
@@ -117,7 +115,7 @@ class Family(ABC):
     @classmethod
     def chosen_tokens(cls, asked: int | str) -> int | None:
         """`dados.maximo_tokens` as `open` takes it; raises ConfigError for numbers of other families."""
-        lengths = cls.signature.caption_tokens
+        lengths = signatures()[cls.name].caption_tokens
         if asked != "auto" and asked not in lengths:
             name, listed = shown("data", "max_caption_tokens"), ", ".join(map(str, lengths))
             raise ConfigError(

@@ -31,7 +31,6 @@ from ...seam.readers import LANGUAGE_MODELS
 from . import loss as _lm_loss
 from .attention import IMPLEMENTATION, Texts, texts_of
 from .base import Base, is_gguf_source, load_tokenizer, open_base
-from .signature import SIGNATURE
 
 PART = "language_model"
 PROBE_TOKENS = 16
@@ -49,7 +48,6 @@ class CausalLM(Family):
     formats = LANGUAGE_MODELS
     name = "causal_lm"
     title = "causal LM"
-    signature = SIGNATURE
     lora_targets: ClassVar[dict[str, str]] = {
         "attention": rf"{_LAYER}{_ATTENTION}\..+",
         "attention+mlp": rf"{_NOT_EXPERTS}{_LAYER}(?:{_ATTENTION}|mlp|feed_forward|shared_experts?)\..+",

@@ -27,7 +27,6 @@ from ...seam.slots import Slot
 from ..flux import names
 from ..flux.family import ATTENTION, BLOCK, MLP
 from .network import build
-from .signature import SIGNATURE
 
 TOKENS = 512
 
@@ -35,7 +34,6 @@ TOKENS = 512
 class Chroma(TransformerFamily):
     name = "chroma"
     title = "Chroma"
-    signature = SIGNATURE
     pipeline = "ChromaPipeline"
     model_spec = base_version = "chroma"
     masked = True

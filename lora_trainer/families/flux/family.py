@@ -25,7 +25,6 @@ from ...seam.family import Batch
 from ...seam.readers import KOHYA_WITHOUT_DIFFUSERS, TRANSFORMERS
 from ...seam.slots import Slot
 from . import names
-from .signature import SIGNATURE
 from .variant import refuse_controls, schnell_notice
 
 DEV_TOKENS, SCHNELL_TOKENS = 512, 256
@@ -38,7 +37,6 @@ MLP = r"ff(?:_context)?\.net\.(?:0\.proj|2)|proj_mlp|proj_out"
 class Flux(TransformerFamily):
     name = "flux"
     title = "FLUX.1"
-    signature = SIGNATURE
     pipeline = "FluxPipeline"
     base_version = "flux1"
     side_multiple = 16

@@ -24,7 +24,6 @@ from ...seam.family import Batch
 from ...seam.slots import Slot
 from . import names, vae, variant
 from .captions import ThreeLayers
-from .signature import SIGNATURE
 
 TOKENS = 512
 DISTILLED_STEPS = 4
@@ -40,7 +39,6 @@ def build(config: Mapping[str, Any]) -> nn.Module:
 class Flux2(TransformerFamily):
     name = "flux2"
     title = "FLUX.2"
-    signature = SIGNATURE
     pipeline = "Flux2Pipeline"
     loader_kinds = ("lora", "lokr")
     base_version = "flux2"

@@ -24,7 +24,6 @@ from ...seam.readers import Readers
 from ...seam.slots import Slot
 from . import names
 from .network import build, sizes
-from .signature import SIGNATURE
 
 TOKENS = 300
 FORMATS: Readers = {"diffusers": ("ComfyUI",), "kohya": ("ComfyUI",)}
@@ -39,7 +38,6 @@ class LowerCase(T5):
 class PixArtSigma(TransformerFamily):
     name = "pixart_sigma"
     title = "PixArt-Sigma"
-    signature = SIGNATURE
     pipeline = "PixArtSigmaPipeline"
     formats = FORMATS
     model_spec, base_version = "pixart-sigma", "pixart_sigma"

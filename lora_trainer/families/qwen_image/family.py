@@ -25,7 +25,6 @@ from ...seam.slots import Slot, flat
 from . import vae
 from .names import PATCH, build, derive
 from .network import keep_in_range
-from .signature import SIGNATURE
 from .variant import refuse_variants
 
 TOKENS = 512
@@ -46,7 +45,6 @@ QWEN2_5_VL = llm_text.language_slot(
 class QwenImage(TransformerFamily):
     name = "qwen_image"
     title = "Qwen-Image"
-    signature = SIGNATURE
     pipeline = "QwenImagePipeline"
     model_spec, base_version = "qwen-image", "qwen_image"
     masked = True

@@ -27,7 +27,6 @@ from ...seam.family import Batch
 from ...seam.readers import KOHYA_WITHOUT_DIFFUSERS
 from ...seam.slots import Slot, flat
 from . import vae
-from .signature import SIGNATURE
 from .variant import refuse_unknown, tower_notice, turbo_levels, turbo_notice
 
 TOKENS = 512
@@ -73,7 +72,6 @@ def _known() -> Iterator[None]:
 class QwenImage21(TransformerFamily):
     name = "qwen_image_21"
     title = "Qwen-Image 2.1"
-    signature = SIGNATURE
     pipeline = "QwenImage21Pipeline"
     model_spec, base_version = "qwen-image-2.1", "qwen_image_21"
     masked = True

@@ -16,13 +16,11 @@ from ...diffusion import clip_text
 from ...diffusion.unet_family import UNetFamily
 from ...errors import ConfigError, t
 from ...seam.family import Batch
-from .signature import SIGNATURE
 
 
 class SD15(UNetFamily):
     name = "sd15"
     title = "Stable Diffusion 1.x/2.x"
-    signature = SIGNATURE
     pipeline = "StableDiffusionPipeline"
     side_multiple = 64
     upcast_vae = False

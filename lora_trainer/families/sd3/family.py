@@ -26,7 +26,6 @@ from ...seam.slots import Slot
 from . import names
 from .captions import CLIP_TOKENS, ClipsAndT5
 from .network import build
-from .signature import SIGNATURE
 from .variant import SLOTS, refuse_flux_vae, without_t5
 
 TOKENS = 256
@@ -37,7 +36,6 @@ BLOCK = r"transformer\.transformer_blocks\.\d+"
 class SD3(TransformerFamily):
     name = "sd3"
     title = "Stable Diffusion 3"
-    signature = SIGNATURE
     pipeline = "StableDiffusion3Pipeline"
     side_multiple = 16
     usual_guidance = 4.5

@@ -17,7 +17,6 @@ from ...diffusion import clip_text
 from ...diffusion.unet_family import UNetFamily
 from ...errors import ConfigError
 from ...seam.family import Batch, Example, Framing
-from .signature import SIGNATURE
 
 PENULTIMATE = 2
 
@@ -25,7 +24,6 @@ PENULTIMATE = 2
 class SDXL(UNetFamily):
     name = "sdxl"
     title = "SDXL"
-    signature = SIGNATURE
     pipeline = "StableDiffusionXLPipeline"
     side_multiple = 32
     usual_scaling = 0.13025

@@ -27,7 +27,6 @@ from ...seam.family import Batch, Prepare
 from ...seam.slots import Slot, flat
 from . import names
 from .network import build, keep_in_range
-from .signature import SIGNATURE
 from .variant import TURBO_STEPS, refuse_omni, turbo_notice, variant_of
 
 TOKENS, PATCH = 512, 2
@@ -43,7 +42,6 @@ BLOCK = r"transformer\.(?:layers|noise_refiner|context_refiner)\.\d+"
 class ZImage(TransformerFamily):
     name = "z_image"
     title = "Z-Image"
-    signature = SIGNATURE
     pipeline = "ZImagePipeline"
     loader_kinds = ("lora", "lokr")
     base_version = "zimage"
