@@ -7,7 +7,7 @@ the weights: previews have none unless asked. All as diffusers' QwenImage21Pipel
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -94,8 +94,6 @@ class QwenImage21(TransformerFamily):
         refuse_unknown(networks.components, source)
         super().__init__(source, settings, networks, tokens)
         self.latent_facts = ()
-        width = int(self.config["num_attention_heads"]) * int(self.config["attention_head_dim"])
-        self.inner, self.kohya_slots = width * int(self.config["mlp_ratio"]), self._kohya_slot
         with _known():
             from .names import QWEN_21
         self.places = QWEN_21.places_of(self.config)
@@ -114,19 +112,17 @@ class QwenImage21(TransformerFamily):
             empty=" ", around=(USER.format(""), AFTER),
         )  # fmt: skip
 
-    def predict(self, model: nn.ModuleDict, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        batch = self.with_prompts(model, batch)
-        transformer = cast(Any, model["transformer"])
+    def answer(self, transformer: Any, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         dtype, size = transformer.img_in.weight.dtype, tuple(x_t.shape[-2:])
         text, mask = batch["prompt_embeds"].to(dtype), batch.get(MASK)
         tokens = x_t.to(dtype).flatten(2).transpose(1, 2)
         predicted: Tensor = transformer(tokens, timesteps.to(dtype) / 1000, text, mask, size)
         return predicted.transpose(1, 2).unflatten(2, size)
 
-    def _kohya_slot(self, path: str) -> Slot:
+    def kohya_slots(self, path: str) -> Slot:
         """As ComfyUI and musubi-tuner have it, whose gate and value are one matrix."""
         layer = path.removeprefix("transformer.")
-        return self.places.slot(layer, self.inner) or Slot(flat(layer))
+        return self.places.slot(layer, self.width * int(self.config["mlp_ratio"])) or Slot(flat(layer))
 
 
 FAMILY = QwenImage21
