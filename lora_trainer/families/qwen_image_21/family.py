@@ -5,17 +5,14 @@ layer makes of it, before the final norm, is what the transformer sees, without 
 the weights: previews have none unless asked. All as diffusers' QwenImage21Pipeline does it. Left out: pictures as a condition.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...bases import architecture
 from ...bases.components import Networks
 from ...bases.llm_tokenizers import QWEN3_VL_PLACES, find_llm_tokenizer
-from ...bases.parts import Config, Transformer
-from ...bases.weights import Locate
+from ...bases.parts import Transformer
 from ...config.schema import ModelConfig
 from ...diffusion import llm_text
 from ...diffusion.captions import LanguageModel, count_tokens
@@ -42,31 +39,17 @@ QWEN3_VL = llm_text.language_slot(
 UNSHIFTED = {"use_dynamic_shifting": False, "shift": 1.0, "shift_terminal": None}
 
 
-def build(config: Mapping[str, Any]) -> nn.Module:
-    with _known():
-        from .names import build
-
-    return build(config)
-
-
-def derive(header: Mapping[str, Any], standard: Config) -> tuple[Config, Locate]:
-    with _known():
-        from .names import derive
-
-    return derive(header, standard)
-
-
-@contextmanager
-def _known() -> Iterator[None]:
-    """Around the import of the transformer, which not every diffusers has."""
+def _names() -> Any:
+    """The module of the transformer, which not every diffusers has."""
     try:
-        yield
+        from . import names
     except (ImportError, RuntimeError) as error:
         raise MachineError(
             t(pt="o diffusers instalado não conhece o Qwen-Image 2.1", en="the installed diffusers does not know Qwen-Image 2.1"),
             t(pt="atualize: pip install -U diffusers transformers (0.41 e 4.57, ou mais novos)",
               en="update: pip install -U diffusers transformers (0.41 and 4.57, or newer)"),
         ) from error  # fmt: skip
+    return names
 
 
 class QwenImage21(TransformerFamily):
@@ -81,7 +64,9 @@ class QwenImage21(TransformerFamily):
     formats = KOHYA_WITHOUT_DIFFUSERS  # diffusers' reader knows the first Qwen-Image's layers only
     patch = 1
     training_shift = "resolution"
-    network = Transformer(build, derive)
+    network = Transformer(
+        lambda config: _names().build(config), lambda header, standard: _names().derive(header, standard)
+    )
     slots = (QWEN3_VL, vae.QWEN_21_VAE)
     fits = (Fit("text_encoder", "hidden_size", "context_in_dim"), Fit("vae", "z_dim", "in_channels"))
     latents = vae.LATENTS
@@ -94,9 +79,7 @@ class QwenImage21(TransformerFamily):
         refuse_unknown(networks.components, source)
         super().__init__(source, settings, networks, tokens)
         self.latent_facts = ()
-        with _known():
-            from .names import QWEN_21
-        self.places = QWEN_21.places_of(self.config)
+        self.places = _names().QWEN_21.places_of(self.config)
         self.notices += tower_notice(self.components["text_encoder"])
         self.levels = turbo_levels(source)
         if self.levels:
