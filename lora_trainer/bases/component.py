@@ -184,29 +184,13 @@ def _incomplete(component: Component, missing: list[str], misshapen: list[str], 
         listed = ", ".join(sorted(names)[:4])
         return listed + (t(pt=f" e mais {len(names) - 4}", en=f" and {len(names) - 4} more") if len(names) > 4 else "")
 
-    problems = []
-    missing, misshapen, unreadable = (list(dict.fromkeys(names)) for names in (missing, misshapen, unreadable))  # parts of one
-    if missing:
-        problems.append(
-            t(
-                pt=f"faltam {len(missing)} tensores ({few(missing)})",
-                en=f"{len(missing)} tensors are missing ({few(missing)})",
-            )
-        )
-    if misshapen:
-        problems.append(
-            t(
-                pt=f"{len(misshapen)} têm outro formato ({few(misshapen)})",
-                en=f"{len(misshapen)} have another shape ({few(misshapen)})",
-            )
-        )
-    if unreadable:
-        problems.append(
-            t(
-                pt=f"{len(unreadable)} estão quantizados ({few(unreadable)})",
-                en=f"{len(unreadable)} are quantised ({few(unreadable)})",
-            )
-        )
+    kinds = [
+        (missing, t(pt="faltam {} tensores ({})", en="{} tensors are missing ({})")),
+        (misshapen, t(pt="{} têm outro formato ({})", en="{} have another shape ({})")),
+        (unreadable, t(pt="{} estão quantizados ({})", en="{} are quantised ({})")),
+    ]
+    named = [(set(names), text) for names, text in kinds if names]  # parts of one tensor are named alike
+    problems = [text.format(len(names), few(names)) for names, text in named]
     hint = (
         t(pt="use o modelo em fp16, bf16, fp32 ou fp8", en="use the model in fp16, bf16, fp32 or fp8")
         if unreadable

@@ -15,11 +15,12 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import SourceError, t
-from ..files.kinds import UNKNOWN, VAE, Kind
+from ..files.kinds import UNKNOWN, VAE, Kind, Part
 from ..files.sources import Source, open_source
 from . import architecture, single_file
 from .component import Component
-from .weights import Locate, Weights
+from .stored import open_weights
+from .weights import Locate
 
 Config = dict[str, Any]
 OPEN_CLIP_SD2_LAYERS = 23
@@ -35,16 +36,6 @@ class Networks:
     notices: list[str] = field(default_factory=list)
 
 
-def build_unet(config: Mapping[str, Any]) -> nn.Module:
-    unet: nn.Module = UNet2DConditionModel.from_config(dict(config))
-    return unet
-
-
-def build_vae(config: Mapping[str, Any]) -> nn.Module:
-    vae: nn.Module = AutoencoderKL.from_config(dict(config))
-    return vae
-
-
 def build_text_encoder(config: Mapping[str, Any]) -> nn.Module:
     config = config.get("text_config", config)
     projected = "WithProjection" in str(config.get("architectures"))
@@ -53,9 +44,9 @@ def build_text_encoder(config: Mapping[str, Any]) -> nn.Module:
     return encoder
 
 
-BUILDERS = {
-    "unet": build_unet,
-    "vae": build_vae,
+BUILDERS: dict[str, Callable[[Mapping[str, Any]], nn.Module]] = {
+    "unet": UNet2DConditionModel.from_config,
+    "vae": AutoencoderKL.from_config,
     "text_encoder": build_text_encoder,
     "text_encoder_2": build_text_encoder,
 }
@@ -100,7 +91,7 @@ class _SingleFile:
 
     def __init__(self, source: Source, settings: ModelConfig, release: str) -> None:
         self.source, self.settings, self.release = source, settings, release
-        self.weights = Weights({source.path: source.header})
+        self.weights = open_weights(source)
         self.guessed: dict[str, Config] = {}
 
     def networks(self) -> Networks:
@@ -203,11 +194,10 @@ def _from_folder(source: Source, release: str) -> Networks:
 
 
 def _folder_component(source: Source, name: str, sub: str, config: dict[str, Any]) -> Component:
-    weights = Weights.open(source.weight_files(sub), source.what)
     locate = {"vae": single_file.locate_diffusers_vae(), "unet": single_file.locate_same}.get(
         name, single_file.locate_clip()
     )
-    return Component(name, config, BUILDERS[name], weights, locate, source.what)
+    return Component(name, config, BUILDERS[name], open_weights(source, sub), locate, source.what)
 
 
 # -- a VAE of its own
@@ -241,14 +231,17 @@ def open_vae(text: str, release: str) -> Component:
     if source.kind == "folder":
         sub = "vae" if source.config("vae") else ""
         return _folder_component(source, "vae", sub, source.config(sub) or {})
-    weights = Weights({source.path: source.header})
-    standard = architecture.shipped(release, "vae")
-    if part := single_file.vae_part(source.header):
-        config = architecture.derive_vae(part, standard)
-        locate = single_file.locate_vae(part, len(config["block_out_channels"]))
-        return Component("vae", config, build_vae, weights, locate, what)
-    config = architecture.derive_diffusers_vae(source.header, standard, what)
-    return Component("vae", config, build_vae, weights, single_file.locate_diffusers_vae(), what)
+    config, locate = describe_vae(Part(source.header, ""), architecture.shipped(release, "vae"))
+    return Component("vae", config, BUILDERS["vae"], open_weights(source), locate, what)
+
+
+def describe_vae(part: Part, standard: Config) -> tuple[Config, Locate]:
+    """Config and places of the VAE in a file, whichever names it has."""
+    original = single_file.vae_part(part.header)
+    if original is None:
+        return architecture.derive_diffusers_vae(Part(part.header, ""), standard), single_file.locate_diffusers_vae()
+    config = architecture.derive_vae(original, standard)
+    return config, single_file.locate_vae(original, len(config["block_out_channels"]))
 
 
 def _check_latent_space(source: Source, kind: Kind, release: str) -> None:

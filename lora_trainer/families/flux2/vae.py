@@ -42,7 +42,7 @@ def describe(part: Part, standard: Config) -> tuple[Config, Locate]:
             shown("model", "vae"),
         )  # fmt: skip
     if "encoder.down.0.block.0.conv1.weight" not in part:
-        config = architecture.derive_diffusers_vae(part.header, standard, shown("model", "vae"))
+        config = architecture.derive_diffusers_vae(Part(part.header, ""), standard)
         widths = _widths(part, "decoder.up_blocks.{}.resnets.0.conv1.weight")[::-1]
         return _with_decoder(config, widths), single_file.locate_diffusers_vae()
     config = architecture.derive_vae(part, standard)
