@@ -17,7 +17,6 @@ from ..bases import architecture as _architecture
 from ..bases.components import Networks
 from ..bases.originals import Original, Places
 from ..bases.parts import Slot, Transformer, open_parts
-from ..bases.refusal import refusal
 from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import ConfigError, SourceError, t
@@ -103,8 +102,6 @@ class TransformerFamily(DiffusionFamily):
 
     @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "TransformerFamily":
-        if not cls.takes(source):
-            raise refusal(source)
         release, slots = cls.parts(source, settings)
         networks = open_parts(source, settings, release, cls.network, slots)
         return cls(source, settings, networks, max_caption_tokens)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ..bases import architecture as _architecture
 from ..bases.components import Networks, open_networks
-from ..bases.refusal import refusal
 from ..config.schema import ModelConfig
 from ..files.kinds import signatures
 from ..files.sources import Source
@@ -53,8 +52,6 @@ class UNetFamily(DiffusionFamily):
 
     @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "UNetFamily":
-        if not cls.takes(source):
-            raise refusal(source)
         release = source.looks_like().name
         networks = open_networks(source, settings, release)
         cls.check_clip_skip(settings.clip_skip, release, networks)

@@ -102,7 +102,7 @@ class Family(ABC):
     @classmethod
     @abstractmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "Family":
-        """Read the architecture; raises SourceError for bases that cannot be trained (inpainting, refiner, …).
+        """Read the architecture of a base that `takes` has accepted; raises SourceError for variants that cannot be trained.
 
         `max_caption_tokens`: None is what is usual for the base.
         """

@@ -17,20 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from ...bases.architecture import shipped_folder
-from ...bases.refusal import refusal
 from ...config.names import shown
 from ...config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from ...errors import ConfigError
 from ...files.arch import releases
 from ...files.gguf_names import ARCHITECTURES
-from ...files.gguf_reader import open_gguf
 from ...files.gguf_tokenizer import tokenizer as tokenizer_of
 from ...files.sources import Source
 from ...seam.family import Batch, BlockGroup, Family, Prepare
 from ...seam.readers import LANGUAGE_MODELS
 from . import loss as _lm_loss
 from .attention import IMPLEMENTATION, Texts, texts_of
-from .base import Base, is_gguf_source, load_tokenizer, open_base
+from .base import Base, load_tokenizer, open_base
 
 PART = "language_model"
 PROBE_TOKENS = 16
@@ -64,8 +62,8 @@ class CausalLM(Family):
 
     @classmethod
     def takes(cls, source: Source) -> bool:
-        if is_gguf_source(source):
-            return open_gguf(source.path, source.what).architecture in ARCHITECTURES
+        if source.gguf is not None:
+            return source.gguf.architecture in ARCHITECTURES
         return super().takes(source)
 
     @classmethod
@@ -74,8 +72,6 @@ class CausalLM(Family):
 
     @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "CausalLM":
-        if not is_gguf_source(source) and not cls.takes(source):
-            raise refusal(source)
         if settings.train_text_encoder:
             raise _no_text_encoder()
         return cls(source, settings, open_base(source, settings))
@@ -88,8 +84,8 @@ class CausalLM(Family):
 
     def tokenizer(self) -> Any:
         """From the folder that the user names, the GGUF file, or the base's own folder; SourceError where there is none."""
-        if not self.settings.tokenizer and is_gguf_source(self.source):
-            return tokenizer_of(open_gguf(self.source.path, self.source.what))
+        if not self.settings.tokenizer and self.source.gguf is not None:
+            return tokenizer_of(self.source.gguf)
         where = Path(self.settings.tokenizer) if self.settings.tokenizer else self.source.path
         return load_tokenizer(where, self.source)
 
