@@ -12,14 +12,13 @@ from ..errors import SourceError, t
 from ..files.gguf_blocks import SUPPORTED, dequantize
 from ..files.gguf_names import EXPERT, WITHOUT_PARAMETER, architecture, paired_heads, tensor_name
 from ..files.gguf_reader import GgufFile
-from ..files.headers import TensorInfo
 from .weights import WHOLE, Piece, Share, Weights
 
 
 class GgufWeights(Weights):
     def __init__(self, file: GgufFile) -> None:
         self.file = file
-        self.header = gguf_header(file)
+        self.header = file.tensors
         self._files = {name: info.path for name, info in file.tensors.items()}
 
     def readable(self, key: str) -> bool:
@@ -67,11 +66,6 @@ class GgufWeights(Weights):
             en=f"{name} has {listed} tensors, which are not trained packed: the model is unpacked to 16 bits "
             f"(~{full:.1f} GiB instead of {now:.1f}); a Q4_K_M, Q5_K_M, Q6_K or Q8_0 would stay packed",
         )
-
-
-def gguf_header(file: GgufFile) -> dict[str, TensorInfo]:
-    """The dtype is ggml's: "Q4_K", "F16", …"""
-    return {name: TensorInfo(i.kind, i.shape, i.nbytes, i.offset) for name, i in file.tensors.items()}
 
 
 def _unpacked_slowly(raw: Tensor, kind: str, tensor: str) -> Tensor:

@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import SourceError, t
-from ..files.headers import Header, TensorInfo, read_header
+from ..files.headers import Header, read_bytes, read_header
 from . import four_bit, int8
 
 DTYPES = {
@@ -139,18 +138,8 @@ class Weights:
         """The tensor as stored, on the CPU."""
         info = self.header[key]
         raw = torch.empty(info.nbytes, dtype=torch.uint8)
-        if info.nbytes:
-            self._read_into(self._files[key], info, raw)
+        read_bytes(self._files[key], info.offset, raw.numpy().data)
         return raw.view(DTYPES.get(info.dtype, torch.uint8)).reshape(info.shape)
-
-    def _read_into(self, path: Path, info: TensorInfo, raw: Tensor) -> None:
-        with path.open("rb") as file:
-            file.seek(info.offset)
-            if file.readinto(raw.numpy().data) != info.nbytes:
-                raise SourceError(
-                    t(pt=f"{path} mudou enquanto era lido", en=f"{path} changed while it was being read"),
-                    t(pt="comece de novo", en="start again"),
-                )
 
     def scale_of(self, key: str) -> str | None:
         """The factor that belongs to an fp8 tensor, in the spellings of ComfyUI and others."""

@@ -5,6 +5,7 @@ layer makes of it, before the final norm, is what the transformer sees, without 
 the weights: previews have none unless asked. All as diffusers' QwenImage21Pipeline does it. Left out: pictures as a condition.
 """
 
+from importlib import import_module
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -42,14 +43,13 @@ UNSHIFTED = {"use_dynamic_shifting": False, "shift": 1.0, "shift_terminal": None
 def _names() -> Any:
     """The module of the transformer, which not every diffusers has."""
     try:
-        from . import names
+        return import_module(".names", __package__)
     except (ImportError, RuntimeError) as error:
         raise MachineError(
             t(pt="o diffusers instalado não conhece o Qwen-Image 2.1", en="the installed diffusers does not know Qwen-Image 2.1"),
             t(pt="atualize: pip install -U diffusers transformers (0.41 e 4.57, ou mais novos)",
               en="update: pip install -U diffusers transformers (0.41 and 4.57, or newer)"),
         ) from error  # fmt: skip
-    return names
 
 
 class QwenImage21(TransformerFamily):
