@@ -7,6 +7,7 @@ import hashlib
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -238,19 +239,20 @@ def _refuse_foreign(settings: TrainingConfig, names: Sequence[str], family: Diff
         )  # fmt: skip
 
 
+def _own(kind: type[Objective], settings: TrainingConfig) -> dict[str, Any]:
+    """What an objective takes from the options of `training` that are called as its fields are."""
+    names = {field.name for field in fields(kind)} & TrainingConfig.model_fields.keys()
+    return {name: getattr(settings, name) for name in names}
+
+
 def _flow(settings: TrainingConfig, family: DiffusionFamily, unmasked_weight: float) -> RectifiedFlow:
     asked: Any = {None: family.training_shift, 0.0: "resolution"}.get(settings.timestep_shift, settings.timestep_shift)
     return RectifiedFlow(
+        **_own(RectifiedFlow, settings),
         shift=Shift.of(family.schedule_config, family.patch, asked),
         sampling=family.timestep_sampling if settings.timestep_sampling == "auto" else settings.timestep_sampling,
-        logit_mean=settings.logit_mean,
-        logit_std=settings.logit_std,
-        mode_scale=settings.mode_scale,
         timestep_range=_timestep_range(settings, 1000),
         weighting=settings.loss_weighting,
-        noise_offset=settings.noise_offset,
-        loss=settings.loss,
-        huber_delta=settings.huber_delta,
         unmasked_weight=unmasked_weight,
     )
 
@@ -268,14 +270,10 @@ def _noise_prediction(settings: TrainingConfig, family: DiffusionFamily, unmaske
     assert family.prediction_type != "flow"
     schedule = alphas_cumprod(family.schedule_config, settings.zero_terminal_snr)
     return NoisePrediction(
+        **_own(NoisePrediction, settings),
         alphas_cumprod=schedule,
         prediction_type=family.prediction_type,
         timestep_range=_timestep_range(settings, len(schedule)),
-        min_snr_gamma=settings.min_snr_gamma,
-        debiased=settings.debiased,
-        noise_offset=settings.noise_offset,
-        loss=settings.loss,
-        huber_delta=settings.huber_delta,
         unmasked_weight=unmasked_weight,
     )
 
