@@ -194,7 +194,7 @@ def _from_folder(source: Source, release: str) -> Networks:
 
 
 def _folder_component(source: Source, name: str, sub: str, config: dict[str, Any]) -> Component:
-    locate = {"vae": single_file.locate_diffusers_vae(), "unet": single_file.locate_same}.get(
+    locate = {"vae": single_file.locate_diffusers_vae, "unet": single_file.locate_same}.get(
         name, single_file.locate_clip()
     )
     return Component(name, config, BUILDERS[name], open_weights(source, sub), locate, source.what)
@@ -239,7 +239,7 @@ def describe_vae(part: Part, standard: Config) -> tuple[Config, Locate]:
     """Config and places of the VAE in a file, whichever names it has."""
     original = single_file.vae_part(part.header)
     if original is None:
-        return architecture.derive_diffusers_vae(Part(part.header, ""), standard), single_file.locate_diffusers_vae()
+        return architecture.derive_diffusers_vae(Part(part.header, ""), standard), single_file.locate_diffusers_vae
     config = architecture.derive_vae(original, standard)
     return config, single_file.locate_vae(original, len(config["block_out_channels"]))
 

@@ -117,7 +117,7 @@ T5_XXL = Slot(
 )  # fmt: skip
 VAE = Slot(
     "vae", kinds.VAE, "VAE (ae.safetensors)", ("vae.", "first_stage_model."),
-    BUILDERS["vae"], describe_vae, single_file.locate_diffusers_vae(),
+    BUILDERS["vae"], describe_vae, single_file.locate_diffusers_vae,
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,6 +106,7 @@ class Weights:
     def __init__(self, files: Mapping[Path, Header]) -> None:
         self._files = {name: path for path, header in files.items() for name in header}
         self.header: Header = {name: info for header in files.values() for name, info in header.items()}
+        self._notes: dict[str, dict[str, Any]] = {}
 
     @classmethod
     def open(cls, files: Iterable[Path], what: str) -> "Weights":
@@ -140,6 +142,12 @@ class Weights:
         raw = torch.empty(info.nbytes, dtype=torch.uint8)
         read_bytes(self._files[key], info.offset, raw.numpy().data)
         return raw.view(DTYPES.get(info.dtype, torch.uint8)).reshape(info.shape)
+
+    def note(self, key: str) -> dict[str, Any]:
+        """JSON that is kept as a tensor."""
+        if key not in self._notes:
+            self._notes[key] = json.loads(bytes(self.read(key).tolist()))
+        return self._notes[key]
 
     def scale_of(self, key: str) -> str | None:
         """The factor that belongs to an fp8 tensor, in the spellings of ComfyUI and others."""

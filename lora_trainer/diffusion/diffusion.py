@@ -21,7 +21,6 @@ from ..engine.host import compute_device
 from ..errors import ConfigError, t
 from ..seam.family import Batch, Example, Framing, ImageFamily, Prepare, Sampling
 from . import vae as _vae
-from .clip_text import encode_captions
 from .objective import NoisePrediction, Objective, alphas_cumprod
 from .prompts import trim
 from .rectified_flow import RectifiedFlow, Shift
@@ -110,9 +109,13 @@ class DiffusionFamily(ImageFamily):
     def encode_ids(self, model: nn.ModuleDict, batch: Batch) -> Batch:
         """What `tokenize` made, stacked -> prompt embeds, and `prompts.MASK` (B, L) where padding is not to be attended to."""
 
+    @torch.no_grad()
     def encode_text(self, encoders: nn.ModuleDict, captions: Sequence[str]) -> list[Example]:
-        encoded = encode_captions(self.encode_ids, encoders, self.tokenize(captions))
-        return [trim(example) for example in encoded]
+        examples, device = self.tokenize(captions), compute_device(encoders)
+        batch = {name: torch.stack([example[name] for example in examples]).to(device) for name in examples[0]}
+        encoded = {name: value.cpu() for name, value in self.encode_ids(encoders, batch).items()}
+        rows = ({name: value[row].clone() for name, value in encoded.items()} for row in range(len(examples)))
+        return [trim(example) for example in rows]
 
     def image_fingerprint(self) -> str:
         network = self.components["vae"].fingerprint()

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ...bases.architecture import shipped_folder
 from ...config.names import shown
 from ...config.schema import Config, DataConfig, ModelConfig, TrainingConfig
+from ...engine.host import compute_device
 from ...errors import ConfigError
-from ...files.arch import releases
 from ...files.gguf_names import ARCHITECTURES
 from ...files.gguf_tokenizer import tokenizer as tokenizer_of
 from ...files.sources import Source
@@ -182,8 +182,8 @@ class CausalLM(Family):
         try:
             with _cached_attention(lm):
                 out = lm.generate(
-                    input_ids=ids.to(_device(model)),
-                    attention_mask=seen.to(_device(model)),
+                    input_ids=ids.to(compute_device(model)),
+                    attention_mask=seen.to(compute_device(model)),
                     max_new_tokens=most,
                     do_sample=False,
                     use_cache=True,
@@ -198,7 +198,7 @@ class CausalLM(Family):
 
     def probe(self, model: nn.ModuleDict) -> Tensor:
         """Logits (1, L, V), float32, of a fixed random text."""
-        device = _device(model)
+        device = compute_device(model)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.config.vocab_size, (1, PROBE_TOKENS), generator=generator).to(device)
         batch = {"input_ids": ids, "position_ids": torch.arange(PROBE_TOKENS, device=device)[None]}
@@ -210,11 +210,6 @@ class CausalLM(Family):
 
     def metadata(self) -> dict[str, str]:
         return {"base_model": self.source.title(), "model_type": str(self.config.model_type)}
-
-
-def shapes() -> list[str]:
-    """Names of the popular models whose shape is shipped."""
-    return releases("causal_lm")
 
 
 @contextmanager
@@ -238,12 +233,6 @@ def _layers(model: Any) -> nn.ModuleList:
     found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     assert found, "a decoder without a list of layers"
     return found[0]
-
-
-def _device(model: nn.ModuleDict) -> torch.device:
-    """Where the model computes: where those of its weights are that do not live in host memory."""
-    resident = (m for m in model.modules() if not hasattr(m, "home"))
-    return next(p.device for m in resident for p in m._parameters.values() if p is not None)
 
 
 def _cannot_pack(config: Any) -> ConfigError:

@@ -44,7 +44,7 @@ def describe(part: Part, standard: Config) -> tuple[Config, Locate]:
     if "encoder.down.0.block.0.conv1.weight" not in part:
         config = architecture.derive_diffusers_vae(Part(part.header, ""), standard)
         widths = _widths(part, "decoder.up_blocks.{}.resnets.0.conv1.weight")[::-1]
-        return _with_decoder(config, widths), single_file.locate_diffusers_vae()
+        return _with_decoder(config, widths), single_file.locate_diffusers_vae
     config = architecture.derive_vae(part, standard)
     for layer, inside in _INSIDE.items():
         config[f"use_{layer}"] = f"{inside}.weight" in part or f"{layer}.weight" in part
@@ -72,7 +72,7 @@ def locate_original(part: Part, levels: int) -> Locate:
 
 
 VAE = Slot(
-    "vae", kinds.VAE, "VAE (flux2-vae.safetensors)", ("vae.",), build, describe, single_file.locate_diffusers_vae(),
+    "vae", kinds.VAE, "VAE (flux2-vae.safetensors)", ("vae.",), build, describe, single_file.locate_diffusers_vae,
 )  # fmt: skip
 
 
