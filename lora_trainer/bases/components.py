@@ -6,6 +6,7 @@ place in the files, with the right shape, and nothing of the UNet is left over.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from diffusers import AutoencoderKL, UNet2DConditionModel
@@ -86,13 +87,14 @@ def _check_latents(networks: Networks) -> None:
 # -- original single files
 
 
+@dataclass(frozen=True)
 class _SingleFile:
     """Builds the components of one file; remembers which of them had to be guessed in part."""
 
-    def __init__(self, source: Source, settings: ModelConfig, release: str) -> None:
-        self.source, self.settings, self.release = source, settings, release
-        self.weights = open_weights(source)
-        self.guessed: dict[str, Config] = {}
+    source: Source
+    settings: ModelConfig
+    release: str
+    guessed: dict[str, Config] = field(default_factory=dict)
 
     def networks(self) -> Networks:
         folder = self.settings.architecture
@@ -101,19 +103,15 @@ class _SingleFile:
         notices = [architecture.guess_notice(self.guessed)] if self.guessed else []
         return Networks({component.name: component for component in components}, scheduler, notices)
 
-    def config(self, name: str, derive: Callable[[Config], Config]) -> Config:
-        """From `modelo.arquitetura`, else derived from the header."""
+    def component(self, name: str, derive: Callable[[Config], Config], locate: Callable[[Config], Locate]) -> Component:
+        """The config is that of `modelo.arquitetura`, else derived from the header; places may depend on it."""
         config = architecture.given(self.settings.architecture, name)
-        if config is not None:
-            return config
-        standard = architecture.shipped(self.release, name)
-        config = derive(standard)
-        if architecture.unusual(config, standard):
-            self.guessed[name] = config
-        return config
-
-    def component(self, name: str, config: Config, locate: Locate) -> Component:
-        return Component(name, config, BUILDERS[name], self.weights, locate, self.source.what)
+        if config is None:
+            standard = architecture.shipped(self.release, name)
+            config = derive(standard)
+            if architecture.unusual(config, standard):
+                self.guessed[name] = config
+        return Component(name, config, BUILDERS[name], open_weights(self.source), locate(config), self.source.what)
 
     def text_encoders(self) -> list[Component]:
         if self.release == "sd1":
@@ -124,20 +122,18 @@ class _SingleFile:
 
     def clip(self, prefix: str) -> Component:
         part = single_file.text_part(self.source.header, prefix)
-        config = self.config("text_encoder", lambda standard: architecture.derive_clip(part, standard))
-        return self.component("text_encoder", config, single_file.locate_clip(part))
+        derive = partial(architecture.derive_clip, part)
+        return self.component("text_encoder", derive, lambda config: single_file.locate_clip(part))
 
     def open_clip(self, name: str, prefix: str, most_layers: int | None = None) -> Component:
         part = single_file.text_part(self.source.header, prefix)
-        config = self.config(
-            name, lambda standard: architecture.derive_open_clip(part, standard, most_layers=most_layers)
-        )
-        return self.component(name, config, single_file.locate_open_clip(part))
+        derive = partial(architecture.derive_open_clip, part, most_layers=most_layers)
+        return self.component(name, derive, lambda config: single_file.locate_open_clip(part))
 
     def unet(self) -> Component:
         part = single_file.unet_part(self.source.header)
-        config = self.config("unet", lambda standard: architecture.derive_unet(part, standard, self.source.what))
-        return self.component("unet", config, single_file.locate_unet(part, config))
+        derive = partial(architecture.derive_unet, part, what=self.source.what)
+        return self.component("unet", derive, partial(single_file.locate_unet, part))
 
     def vae(self) -> Component:
         part = single_file.vae_part(self.source.header)
@@ -148,8 +144,7 @@ class _SingleFile:
                 t(pt="indique um arquivo em modelo.vae", en="give a file in model.vae"),
                 self.source.what,
             )
-        config = self.config("vae", lambda standard: architecture.derive_vae(part, standard))
-        return self.component("vae", config, single_file.locate_vae(part, len(config["block_out_channels"])))
+        return self.component("vae", partial(architecture.derive_vae, part), partial(single_file.locate_vae, part))
 
 
 def _report_leftovers(source: Source, used: set[str], networks: Networks) -> None:
@@ -241,7 +236,7 @@ def describe_vae(part: Part, standard: Config) -> tuple[Config, Locate]:
     if original is None:
         return architecture.derive_diffusers_vae(Part(part.header, ""), standard), single_file.locate_diffusers_vae
     config = architecture.derive_vae(original, standard)
-    return config, single_file.locate_vae(original, len(config["block_out_channels"]))
+    return config, single_file.locate_vae(original, config)
 
 
 def _check_latent_space(source: Source, kind: Kind, release: str) -> None:

@@ -115,8 +115,9 @@ def locate_unet(part: Part, config: Mapping[str, Any]) -> Locate:
     return lambda name: [Piece(part.key(ldm(name)))]
 
 
-def locate_vae(part: Part, levels: int) -> Locate:
+def locate_vae(part: Part, config: Mapping[str, Any]) -> Locate:
     """ldm counts the decoder's levels from the finest, diffusers from the coarsest."""
+    levels = len(config["block_out_channels"])
 
     def ldm(name: str) -> list[str]:
         side, _, rest = name.partition(".")

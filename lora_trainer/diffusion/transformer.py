@@ -7,7 +7,6 @@ called with (`predict`). Latents are those of its VAE; packing into tokens is th
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -114,10 +113,6 @@ class TransformerFamily(DiffusionFamily):
     @abstractmethod
     def open_reader(self, networks: Networks, tokens: int | None) -> Reader:
         """What reads captions; `tokens`: None is what is usual for the base."""
-
-    @classmethod
-    def shipped_architecture(cls) -> Path:
-        return _architecture.shipped_folder(cls.name)
 
     @classmethod
     def count_parameters(cls, config: Mapping[str, Any]) -> int:

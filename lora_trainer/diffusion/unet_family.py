@@ -1,18 +1,15 @@
 """What sd15 and sdxl share: one UNet that predicts noise or velocity, CLIP text encoders that may be trained with it, a VAE."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..bases import architecture as _architecture
 from ..bases.components import Networks, open_networks
 from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import ConfigError, t
-from ..files.kinds import signatures
 from ..files.sources import Source
 from ..seam.family import Batch, BlockGroup, Example
 from ..seam.readers import UNETS
@@ -46,10 +43,6 @@ class UNetFamily(DiffusionFamily):
         self.notices += [notice] if notice else []
         self.scaling_factor = float(self.components["vae"].config.get("scaling_factor", self.usual_scaling))
         self.latent_facts = (self.scaling_factor,)
-
-    @classmethod
-    def shipped_architecture(cls) -> Path:
-        return _architecture.shipped_folder(signatures()[cls.name].bases[0].name)
 
     @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "UNetFamily":

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..config.names import shown
 from ..config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from ..errors import ConfigError, t
+from ..files import arch
 from ..files.kinds import family_of, signatures
 from ..files.sources import Source
 from .readers import Readers
@@ -81,6 +82,8 @@ class Family(ABC):
     """diffusers' class for the family's usual base. A base that names its own comes first: its loader proves the files."""
     loader_kinds: ClassVar[tuple[str, ...]] = ("lora",)
     """Kinds of adapter that its loader takes in the diffusers layout (diffusers 0.42)."""
+    usual_release: ClassVar[str] = ""
+    """Its folder of arch/, where that is not called as the family."""
     sizes: ClassVar[dict[float, str]] = {}
     """Bases of up to so many billion parameters -> the shape that stands for them in the presets (modelo.arquitetura)."""
     text_targets: ClassVar[str] = ""
@@ -95,9 +98,11 @@ class Family(ABC):
         return family_of(source.looks_like()) == cls.name
 
     @classmethod
-    @abstractmethod
     def shipped_architecture(cls) -> Path:
         """A folder of config files that stands for the family's usual base, for planning without one."""
+        found = arch.folder(cls.usual_release or cls.name)
+        assert found is not None, f"{cls.name} ships no such release"
+        return found
 
     @classmethod
     @abstractmethod

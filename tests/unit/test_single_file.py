@@ -291,7 +291,7 @@ def vae_file(path: Path, names: str) -> AutoencoderKL:
         from lora_trainer.bases.single_file import locate_vae
         from lora_trainer.files.kinds import Part
 
-        locate = locate_vae(Part({}, ""), len(configs["vae"]["block_out_channels"]))
+        locate = locate_vae(Part({}, ""), configs["vae"])
         state = {locate(key)[0].key: value for key, value in state.items()}
     save_file(state, path)
     return vae

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from ...bases.architecture import shipped_folder
 from ...config.names import shown
 from ...config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from ...engine.host import compute_device
@@ -42,6 +41,7 @@ _NOT_EXPERTS = r"(?!.*\.experts\.)"
 
 class CausalLM(Family):
     sizes: ClassVar = {2.0: "qwen3-1.7b", 5.0: "qwen3-4b", 10.0: "llama-3.1-8b", 16.0: "qwen3-14b", 40.0: "qwen3-32b"}
+    usual_release = "llama-3.2-1b"
     learns_from = "texts"
     formats = LANGUAGE_MODELS
     name = "causal_lm"
@@ -65,10 +65,6 @@ class CausalLM(Family):
         if source.gguf is not None:
             return source.gguf.architecture in ARCHITECTURES
         return super().takes(source)
-
-    @classmethod
-    def shipped_architecture(cls) -> Path:
-        return shipped_folder("llama-3.2-1b")
 
     @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "CausalLM":

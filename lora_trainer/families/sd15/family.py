@@ -18,6 +18,7 @@ from ...seam.family import Batch
 class SD15(UNetFamily):
     name = "sd15"
     title = "Stable Diffusion 1.x/2.x"
+    usual_release = "sd1"
     pipeline = "StableDiffusionPipeline"
     side_multiple = 64
     upcast_vae = False
