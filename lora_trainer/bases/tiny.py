@@ -76,7 +76,7 @@ class Tiny:
     """Of arch/, if it is not called as the family."""
     places: Callable[[Numbers], Places] = lambda config: Places()
     """Where single files have the transformer's weights, by its config; unsaid, as diffusers names them."""
-    locate_vae: Callable[[Numbers], Locate] = partial(single_file.locate_vae, Part({}, ""))
+    locate_vae: Callable[[Numbers], Locate] = lambda config: single_file.locate_vae(Part({}, ""), config)
     """The same for the VAE."""
     stored_vae: Callable[[dict[str, Tensor]], dict[str, Tensor]] = unchanged
     """The VAE's state as its file shapes it."""

@@ -70,10 +70,9 @@ def refusal(source: Source) -> SourceError:
             pt=f"{name} é {kind.title()}, que não serve de modelo base",
             en=f"{name} is {kind.title()}, no use as a base",
         )
-    pt, en = kind.way_out or _what_can()
-    return SourceError(problem, t(pt=pt, en=en), source.what)
+    return SourceError(problem, str(kind.way_out or _what_can()), source.what)
 
 
-def _what_can() -> tuple[str, str]:
+def _what_can() -> str:
     known = ", ".join(family_class(name).title for name in plugins.available(FAMILIES))
-    return f"o que se treina aqui: {known}", f"what can be trained here: {known}"
+    return t(pt=f"o que se treina aqui: {known}", en=f"what can be trained here: {known}")
