@@ -20,7 +20,7 @@ from torch.utils._device import DeviceContext
 from ..errors import SourceError, t
 from ..seam.family import Prepare
 from . import stored
-from .weights import Locate, Piece, Weights
+from .weights import Locate, Piece, Weights, bare
 
 
 @dataclass(frozen=True)
@@ -165,18 +165,12 @@ def find_pieces(component: Component, module: nn.Module) -> dict[str, Piece]:
         info = component.weights.header[piece.key]
         if not component.weights.readable(piece.key):
             unreadable.append(f"{piece.key} ({info.dtype})")
-        elif _bare(piece.shape(component.weights.shape(piece.key))) != _bare(tuple(parameter.shape)):
+        elif bare(piece.shape(component.weights.shape(piece.key))) != bare(tuple(parameter.shape)):
             misshapen.append(f"{piece.key} {list(info.shape)} ≠ {list(parameter.shape)}")
         found[name] = piece
     if missing or misshapen or unreadable:
         raise _incomplete(component, missing, misshapen, unreadable)
     return found
-
-
-def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape without ones: a 1x1 convolution and a linear layer hold the same matrix, a kernel one frame deep is one of two
-    dimensions, and GGUF may drop the first."""
-    return tuple(side for side in shape if side != 1)
 
 
 def _incomplete(component: Component, missing: list[str], misshapen: list[str], unreadable: list[str]) -> SourceError:

@@ -71,6 +71,12 @@ class Piece:
         return rows.roll(len(rows) // 2, 0) if self.swapped else rows
 
 
+def bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape without ones: a 1x1 convolution and a linear layer hold the same matrix, a kernel one frame deep is one of two
+    dimensions, and llama.cpp leaves them out."""
+    return tuple(side for side in shape if side != 1)
+
+
 Locate = Callable[[str], Sequence[Piece]]
 """A module's parameter name -> the pieces that may hold it, the likeliest first."""
 
