@@ -5,7 +5,6 @@ norm groups, follows the family's rule (SD 1.x: 8 heads; SD 2.x, SDXL and CLIP: 
 is said in a notice when the widths are not those of the released models. `modelo.arquitetura` overrides all of it.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from math import gcd
@@ -15,8 +14,8 @@ from typing import Any, Literal
 from ..config.names import shown
 from ..errors import SourceError, t
 from ..files import arch
-from ..files.headers import Header
 from ..files.kinds import Part
+from ..files.sources import Source
 
 HEAD_CHANNELS = 64
 NORM_GROUPS = 32
@@ -26,9 +25,9 @@ Config = dict[str, Any]
 
 def shipped(release: str, component: str) -> Config:
     """A config of arch/, e.g. shipped("sdxl", "text_encoder_2")."""
-    name = "scheduler_config.json" if component == "scheduler" else "config.json"
-    name = "tokenizer_config.json" if component.startswith("tokenizer") else name
-    return _read(shipped_folder(release) / component / name)
+    config = Source(shipped_folder(release), "folder", release).config(component)
+    assert config is not None, f"{release} ships no {component}"
+    return config
 
 
 def shipped_folder(release: str) -> Path:
@@ -63,21 +62,7 @@ def given(folder: str | None, component: str) -> Config | None:
             hint_en="give a folder in diffusers' layout, with unet/config.json and so on",
             where=where,
         )
-    name = "scheduler_config.json" if component == "scheduler" else "config.json"
-    path = Path(folder) / component / name
-    try:
-        return _read(path) if path.is_file() else None
-    except (OSError, ValueError) as error:
-        raise SourceError(
-            t(pt=f"{path} não é um JSON legível: {error}", en=f"{path} is not readable JSON: {error}"),
-            t(pt="corrija ou baixe de novo", en="mend it or download it again"),
-            where,
-        ) from error
-
-
-def _read(path: Path) -> Config:
-    config: Config = json.loads(path.read_text(encoding="utf-8"))
-    return config
+    return Source(Path(folder), "folder", where).config(component)
 
 
 def unusual(derived: Mapping[str, Any], standard: Mapping[str, Any]) -> bool:
@@ -229,17 +214,28 @@ def _shape(part: Part, name: str) -> tuple[int, ...]:
 
 
 def derive_vae(part: Part, standard: Config) -> Config:
-    levels = part.count("encoder.down.{}.block.0.conv1.weight")
-    widths = [_shape(part, f"encoder.down.{level}.block.0.conv1.weight")[0] for level in range(levels)]
-    return standard | _vae_sizes(part, widths, part.count("encoder.down.0.block.{}.conv1.weight"))
+    """A VAE file in the original layout."""
+    return standard | _vae_sizes(part, "encoder.down.{}.block.{}.conv1.weight")
 
 
-def _vae_sizes(part: Part, widths: list[int], layers: int) -> Config:
+def derive_diffusers_vae(part: Part, standard: Config) -> Config:
+    """A VAE file with diffusers' names, which comes without its config."""
+    conv = "encoder.down_blocks.{}.resnets.{}.conv1.weight"
+    if conv.format(0, 0) not in part:
+        where = shown("model", "vae")
+        raise SourceError.said(pt="não há um VAE neste arquivo", en="there is no VAE in this file", where=where)
+    return standard | _vae_sizes(part, conv)
+
+
+def _vae_sizes(part: Part, conv: str) -> Config:
+    """`conv`: the first convolution of a level's layer."""
+    levels = part.count(conv.format("{}", 0))
+    widths = [_shape(part, conv.format(level, 0))[0] for level in range(levels)]
     return {
         "block_out_channels": widths,
         "down_block_types": ["DownEncoderBlock2D"] * len(widths),
         "up_block_types": ["UpDecoderBlock2D"] * len(widths),
-        "layers_per_block": layers,
+        "layers_per_block": part.count(conv.format(0, "{}")),
         "latent_channels": _shape(part, "decoder.conv_in.weight")[1],
         "in_channels": _shape(part, "encoder.conv_in.weight")[1],
         "norm_num_groups": norm_groups(widths),
@@ -248,53 +244,33 @@ def _vae_sizes(part: Part, widths: list[int], layers: int) -> Config:
     }
 
 
-def derive_diffusers_vae(header: Header, standard: Config, what: str) -> Config:
-    """A VAE file with diffusers' names, which comes without its config."""
-    part = Part(header, "")
-    levels = part.count("encoder.down_blocks.{}.resnets.0.conv1.weight")
-    widths = [_shape(part, f"encoder.down_blocks.{level}.resnets.0.conv1.weight")[0] for level in range(levels)]
-    if not widths:
-        raise SourceError.said(pt="não há um VAE neste arquivo", en="there is no VAE in this file", where=what)
-    return standard | _vae_sizes(part, widths, part.count("encoder.down_blocks.0.resnets.{}.conv1.weight"))
-
-
 def derive_clip(part: Part, standard: Config) -> Config:
     """A CLIP text encoder with transformers' names, as in SD 1.x and SDXL's first, or in a file of its own."""
     starts = ("transformer.text_model.", "transformer.", "text_model.", "")
     start = next((s for s in starts if f"{s}embeddings.token_embedding.weight" in part), starts[0])
-    vocabulary, width = _shape(part, f"{start}embeddings.token_embedding.weight")
-    return (
-        standard
-        | _clip_sizes(vocabulary, width, standard)
-        | {
-            "max_position_embeddings": _shape(part, f"{start}embeddings.position_embedding.weight")[0],
-            "num_hidden_layers": part.count(start + "encoder.layers.{}.layer_norm1.weight"),
-            "intermediate_size": _shape(part, f"{start}encoder.layers.0.mlp.fc1.weight")[0],
-            "projection_dim": standard["projection_dim"],
-        }
-    )
+    return _clip(standard, _shape(part, f"{start}embeddings.token_embedding.weight")) | {
+        "max_position_embeddings": _shape(part, f"{start}embeddings.position_embedding.weight")[0],
+        "num_hidden_layers": part.count(start + "encoder.layers.{}.layer_norm1.weight"),
+        "intermediate_size": _shape(part, f"{start}encoder.layers.0.mlp.fc1.weight")[0],
+    }
 
 
 def derive_open_clip(part: Part, standard: Config, *, most_layers: int | None = None) -> Config:
     """An OpenCLIP text encoder; `most_layers` leaves out SD2's last one, whose output the model never saw."""
-    vocabulary, width = _shape(part, "model.token_embedding.weight")
     layers = part.count("model.transformer.resblocks.{}.ln_1.weight")
     projection = part.shape("model.text_projection") or part.shape("model.text_projection.weight")
-    return (
-        standard
-        | _clip_sizes(vocabulary, width, standard)
-        | {
-            "max_position_embeddings": _shape(part, "model.positional_embedding")[0],
-            "num_hidden_layers": min(layers, most_layers or layers),
-            "intermediate_size": _shape(part, "model.transformer.resblocks.0.mlp.c_fc.weight")[0],
-            "projection_dim": projection[-1] if projection else standard["projection_dim"],
-        }
-    )
+    return _clip(standard, _shape(part, "model.token_embedding.weight")) | {
+        "max_position_embeddings": _shape(part, "model.positional_embedding")[0],
+        "num_hidden_layers": min(layers, most_layers or layers),
+        "intermediate_size": _shape(part, "model.transformer.resblocks.0.mlp.c_fc.weight")[0],
+        "projection_dim": projection[-1] if projection else standard["projection_dim"],
+    }
 
 
-def _clip_sizes(vocabulary: int, width: int, standard: Config) -> Config:
+def _clip(standard: Config, embedding: tuple[int, ...]) -> Config:
     """Heads by the rule; start and end tokens are the last two of every CLIP vocabulary."""
-    return {
+    vocabulary, width = embedding
+    return standard | {
         "vocab_size": vocabulary,
         "hidden_size": width,
         "num_attention_heads": max(1, width // HEAD_CHANNELS),

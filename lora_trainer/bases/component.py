@@ -20,7 +20,7 @@ from torch.utils._device import DeviceContext
 from ..errors import SourceError, t
 from ..seam.family import Prepare
 from . import stored
-from .weights import Locate, Piece, Weights
+from .weights import Locate, Piece, Weights, bare
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def find_pieces(component: Component, module: nn.Module) -> dict[str, Piece]:
         info = component.weights.header[piece.key]
         if not component.weights.readable(piece.key):
             unreadable.append(f"{piece.key} ({info.dtype})")
-        elif _bare(piece.shape(component.weights.shape(piece.key))) != _bare(tuple(parameter.shape)):
+        elif bare(piece.shape(component.weights.shape(piece.key))) != bare(tuple(parameter.shape)):
             misshapen.append(f"{piece.key} {list(info.shape)} ≠ {list(parameter.shape)}")
         found[name] = piece
     if missing or misshapen or unreadable:
@@ -173,40 +173,18 @@ def find_pieces(component: Component, module: nn.Module) -> dict[str, Piece]:
     return found
 
 
-def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape without ones: a 1x1 convolution and a linear layer hold the same matrix, a kernel one frame deep is one of two
-    dimensions, and GGUF may drop the first."""
-    return tuple(side for side in shape if side != 1)
-
-
 def _incomplete(component: Component, missing: list[str], misshapen: list[str], unreadable: list[str]) -> SourceError:
     def few(names: Collection[str]) -> str:
         listed = ", ".join(sorted(names)[:4])
         return listed + (t(pt=f" e mais {len(names) - 4}", en=f" and {len(names) - 4} more") if len(names) > 4 else "")
 
-    problems = []
-    missing, misshapen, unreadable = (list(dict.fromkeys(names)) for names in (missing, misshapen, unreadable))  # parts of one
-    if missing:
-        problems.append(
-            t(
-                pt=f"faltam {len(missing)} tensores ({few(missing)})",
-                en=f"{len(missing)} tensors are missing ({few(missing)})",
-            )
-        )
-    if misshapen:
-        problems.append(
-            t(
-                pt=f"{len(misshapen)} têm outro formato ({few(misshapen)})",
-                en=f"{len(misshapen)} have another shape ({few(misshapen)})",
-            )
-        )
-    if unreadable:
-        problems.append(
-            t(
-                pt=f"{len(unreadable)} estão quantizados ({few(unreadable)})",
-                en=f"{len(unreadable)} are quantised ({few(unreadable)})",
-            )
-        )
+    kinds = [
+        (missing, t(pt="faltam {} tensores ({})", en="{} tensors are missing ({})")),
+        (misshapen, t(pt="{} têm outro formato ({})", en="{} have another shape ({})")),
+        (unreadable, t(pt="{} estão quantizados ({})", en="{} are quantised ({})")),
+    ]
+    named = [(set(names), text) for names, text in kinds if names]  # parts of one tensor are named alike
+    problems = [text.format(len(names), few(names)) for names, text in named]
     hint = (
         t(pt="use o modelo em fp16, bf16, fp32 ou fp8", en="use the model in fp16, bf16, fp32 or fp8")
         if unreadable

@@ -6,6 +6,7 @@ place in the files, with the right shape, and nothing of the UNet is left over.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from diffusers import AutoencoderKL, UNet2DConditionModel
@@ -15,11 +16,12 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import SourceError, t
-from ..files.kinds import UNKNOWN, VAE, Kind
+from ..files.kinds import UNKNOWN, VAE, Kind, Part
 from ..files.sources import Source, open_source
 from . import architecture, single_file
 from .component import Component
-from .weights import Locate, Weights
+from .stored import open_weights
+from .weights import Locate
 
 Config = dict[str, Any]
 OPEN_CLIP_SD2_LAYERS = 23
@@ -35,16 +37,6 @@ class Networks:
     notices: list[str] = field(default_factory=list)
 
 
-def build_unet(config: Mapping[str, Any]) -> nn.Module:
-    unet: nn.Module = UNet2DConditionModel.from_config(dict(config))
-    return unet
-
-
-def build_vae(config: Mapping[str, Any]) -> nn.Module:
-    vae: nn.Module = AutoencoderKL.from_config(dict(config))
-    return vae
-
-
 def build_text_encoder(config: Mapping[str, Any]) -> nn.Module:
     config = config.get("text_config", config)
     projected = "WithProjection" in str(config.get("architectures"))
@@ -53,9 +45,9 @@ def build_text_encoder(config: Mapping[str, Any]) -> nn.Module:
     return encoder
 
 
-BUILDERS = {
-    "unet": build_unet,
-    "vae": build_vae,
+BUILDERS: dict[str, Callable[[Mapping[str, Any]], nn.Module]] = {
+    "unet": UNet2DConditionModel.from_config,
+    "vae": AutoencoderKL.from_config,
     "text_encoder": build_text_encoder,
     "text_encoder_2": build_text_encoder,
 }
@@ -95,13 +87,14 @@ def _check_latents(networks: Networks) -> None:
 # -- original single files
 
 
+@dataclass(frozen=True)
 class _SingleFile:
     """Builds the components of one file; remembers which of them had to be guessed in part."""
 
-    def __init__(self, source: Source, settings: ModelConfig, release: str) -> None:
-        self.source, self.settings, self.release = source, settings, release
-        self.weights = Weights({source.path: source.header})
-        self.guessed: dict[str, Config] = {}
+    source: Source
+    settings: ModelConfig
+    release: str
+    guessed: dict[str, Config] = field(default_factory=dict)
 
     def networks(self) -> Networks:
         folder = self.settings.architecture
@@ -110,19 +103,15 @@ class _SingleFile:
         notices = [architecture.guess_notice(self.guessed)] if self.guessed else []
         return Networks({component.name: component for component in components}, scheduler, notices)
 
-    def config(self, name: str, derive: Callable[[Config], Config]) -> Config:
-        """From `modelo.arquitetura`, else derived from the header."""
+    def component(self, name: str, derive: Callable[[Config], Config], locate: Callable[[Config], Locate]) -> Component:
+        """The config is that of `modelo.arquitetura`, else derived from the header; places may depend on it."""
         config = architecture.given(self.settings.architecture, name)
-        if config is not None:
-            return config
-        standard = architecture.shipped(self.release, name)
-        config = derive(standard)
-        if architecture.unusual(config, standard):
-            self.guessed[name] = config
-        return config
-
-    def component(self, name: str, config: Config, locate: Locate) -> Component:
-        return Component(name, config, BUILDERS[name], self.weights, locate, self.source.what)
+        if config is None:
+            standard = architecture.shipped(self.release, name)
+            config = derive(standard)
+            if architecture.unusual(config, standard):
+                self.guessed[name] = config
+        return Component(name, config, BUILDERS[name], open_weights(self.source), locate(config), self.source.what)
 
     def text_encoders(self) -> list[Component]:
         if self.release == "sd1":
@@ -133,20 +122,18 @@ class _SingleFile:
 
     def clip(self, prefix: str) -> Component:
         part = single_file.text_part(self.source.header, prefix)
-        config = self.config("text_encoder", lambda standard: architecture.derive_clip(part, standard))
-        return self.component("text_encoder", config, single_file.locate_clip(part))
+        derive = partial(architecture.derive_clip, part)
+        return self.component("text_encoder", derive, lambda config: single_file.locate_clip(part))
 
     def open_clip(self, name: str, prefix: str, most_layers: int | None = None) -> Component:
         part = single_file.text_part(self.source.header, prefix)
-        config = self.config(
-            name, lambda standard: architecture.derive_open_clip(part, standard, most_layers=most_layers)
-        )
-        return self.component(name, config, single_file.locate_open_clip(part))
+        derive = partial(architecture.derive_open_clip, part, most_layers=most_layers)
+        return self.component(name, derive, lambda config: single_file.locate_open_clip(part))
 
     def unet(self) -> Component:
         part = single_file.unet_part(self.source.header)
-        config = self.config("unet", lambda standard: architecture.derive_unet(part, standard, self.source.what))
-        return self.component("unet", config, single_file.locate_unet(part, config))
+        derive = partial(architecture.derive_unet, part, what=self.source.what)
+        return self.component("unet", derive, partial(single_file.locate_unet, part))
 
     def vae(self) -> Component:
         part = single_file.vae_part(self.source.header)
@@ -157,8 +144,7 @@ class _SingleFile:
                 t(pt="indique um arquivo em modelo.vae", en="give a file in model.vae"),
                 self.source.what,
             )
-        config = self.config("vae", lambda standard: architecture.derive_vae(part, standard))
-        return self.component("vae", config, single_file.locate_vae(part, len(config["block_out_channels"])))
+        return self.component("vae", partial(architecture.derive_vae, part), partial(single_file.locate_vae, part))
 
 
 def _report_leftovers(source: Source, used: set[str], networks: Networks) -> None:
@@ -203,11 +189,10 @@ def _from_folder(source: Source, release: str) -> Networks:
 
 
 def _folder_component(source: Source, name: str, sub: str, config: dict[str, Any]) -> Component:
-    weights = Weights.open(source.weight_files(sub), source.what)
-    locate = {"vae": single_file.locate_diffusers_vae(), "unet": single_file.locate_same}.get(
+    locate = {"vae": single_file.locate_diffusers_vae, "unet": single_file.locate_same}.get(
         name, single_file.locate_clip()
     )
-    return Component(name, config, BUILDERS[name], weights, locate, source.what)
+    return Component(name, config, BUILDERS[name], open_weights(source, sub), locate, source.what)
 
 
 # -- a VAE of its own
@@ -241,14 +226,17 @@ def open_vae(text: str, release: str) -> Component:
     if source.kind == "folder":
         sub = "vae" if source.config("vae") else ""
         return _folder_component(source, "vae", sub, source.config(sub) or {})
-    weights = Weights({source.path: source.header})
-    standard = architecture.shipped(release, "vae")
-    if part := single_file.vae_part(source.header):
-        config = architecture.derive_vae(part, standard)
-        locate = single_file.locate_vae(part, len(config["block_out_channels"]))
-        return Component("vae", config, build_vae, weights, locate, what)
-    config = architecture.derive_diffusers_vae(source.header, standard, what)
-    return Component("vae", config, build_vae, weights, single_file.locate_diffusers_vae(), what)
+    config, locate = describe_vae(Part(source.header, ""), architecture.shipped(release, "vae"))
+    return Component("vae", config, BUILDERS["vae"], open_weights(source), locate, what)
+
+
+def describe_vae(part: Part, standard: Config) -> tuple[Config, Locate]:
+    """Config and places of the VAE in a file, whichever names it has."""
+    original = single_file.vae_part(part.header)
+    if original is None:
+        return architecture.derive_diffusers_vae(Part(part.header, ""), standard), single_file.locate_diffusers_vae
+    config = architecture.derive_vae(original, standard)
+    return config, single_file.locate_vae(original, config)
 
 
 def _check_latent_space(source: Source, kind: Kind, release: str) -> None:

@@ -1,6 +1,5 @@
 """Matrices that bitsandbytes packed into 4 bits in a file: what it noted beside them, their factors, their values."""
 
-import json
 from typing import Any
 
 import torch
@@ -14,11 +13,8 @@ KINDS = ("nf4", "fp4")
 
 def quant_state(weights: Tensors, key: str) -> dict[str, Any] | None:
     """What bitsandbytes noted beside a matrix that it packed: quant_type, blocksize, shape, …"""
-    known: dict[str, dict[str, Any] | None] = vars(weights).setdefault("_quant_states", {})
-    if key not in known:
-        names = [name for kind in KINDS if (name := f"{key}{QUANT_STATE}{kind}") in weights.header]
-        known[key] = json.loads(bytes(weights.read(names[0]).tolist())) if names else None
-    return known[key]
+    names = [name for kind in KINDS if (name := f"{key}{QUANT_STATE}{kind}") in weights.header]
+    return weights.note(names[0]) if names else None
 
 
 def absmax(weights: Tensors, key: str) -> Tensor:

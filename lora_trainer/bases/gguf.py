@@ -12,14 +12,13 @@ from ..errors import SourceError, t
 from ..files.gguf_blocks import SUPPORTED, dequantize
 from ..files.gguf_names import EXPERT, WITHOUT_PARAMETER, architecture, paired_heads, tensor_name
 from ..files.gguf_reader import GgufFile
-from ..files.headers import TensorInfo
-from .weights import WHOLE, Piece, Share, Weights
+from .weights import WHOLE, Piece, Share, Weights, bare
 
 
 class GgufWeights(Weights):
     def __init__(self, file: GgufFile) -> None:
         self.file = file
-        self.header = gguf_header(file)
+        self.header = file.tensors
         self._files = {name: info.path for name, info in file.tensors.items()}
 
     def readable(self, key: str) -> bool:
@@ -69,11 +68,6 @@ class GgufWeights(Weights):
         )
 
 
-def gguf_header(file: GgufFile) -> dict[str, TensorInfo]:
-    """The dtype is ggml's: "Q4_K", "F16", …"""
-    return {name: TensorInfo(i.kind, i.shape, i.nbytes, i.offset) for name, i in file.tensors.items()}
-
-
 def _unpacked_slowly(raw: Tensor, kind: str, tensor: str) -> Tensor:
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize as unpack
@@ -107,7 +101,7 @@ def parameter_pieces(file: GgufFile, parameters: Mapping[str, tuple[int, ...]], 
             missing.append(tensor)
             continue
         stored, share = _share(name, info.shape)
-        if _bare(stored) != _bare(shape) or sum(share) > 1:
+        if bare(stored) != bare(shape) or sum(share) > 1:
             misshapen.append(f"{tensor} {list(info.shape)} ≠ {list(shape)}")
         shift = known.norm_shift if tensor.endswith("norm.weight") else 0.0
         found[name] = Piece(tensor, share=share, pairs=paired_heads(file.architecture, tensor, _heads(file)), shift=shift)
@@ -136,11 +130,6 @@ def _heads(file: GgufFile) -> tuple[int, int]:
     prefix = f"{file.architecture}.attention"
     heads = file.metadata.get(f"{prefix}.head_count", 1)
     return heads, file.metadata.get(f"{prefix}.head_count_kv", heads)
-
-
-def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without sides of one, which llama.cpp leaves out."""
-    return tuple(side for side in shape if side != 1)
 
 
 def _refuse(file: GgufFile, missing: list[str], misshapen: list[str], unused: list[str], what: str) -> None:

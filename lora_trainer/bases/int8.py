@@ -5,7 +5,6 @@ Kronecker power of a 4 x 4 one, which is its own inverse), so that no weight sta
 plain weights, which the base's own quantisation takes from there. Left out: keeping the codes, int4, nvfp4.
 """
 
-import json
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +24,7 @@ class Tensors(Protocol):
     header: Header
 
     def read(self, key: str) -> Tensor: ...
+    def note(self, key: str) -> dict[str, Any]: ...
     def scale_of(self, key: str) -> str | None: ...
 
 
@@ -36,10 +36,8 @@ def note(weights: Tensors, key: str) -> dict[str, Any] | None:
     """What ComfyUI noted beside a matrix of int8; None where it is of another making."""
     if weights.header[key].dtype != "I8" or note_key(key) not in weights.header or weights.scale_of(key) is None:
         return None
-    known: dict[str, dict[str, Any]] = vars(weights).setdefault("_int8_notes", {})
-    if key not in known:
-        known[key] = json.loads(bytes(weights.read(note_key(key)).tolist()))
-    return known[key] if known[key].get("format") == FORMAT else None
+    told = weights.note(note_key(key))
+    return told if told.get("format") == FORMAT else None
 
 
 def unpack(weights: Tensors, key: str) -> Tensor:

@@ -7,7 +7,7 @@ the wrong slot is refused by what it is, and what is missing is asked for in one
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
@@ -22,7 +22,7 @@ from ..files.sources import Source, open_source
 from . import architecture, int8, single_file
 from . import stored as _stored
 from .component import Component
-from .components import BUILDERS, Networks
+from .components import BUILDERS, Networks, describe_vae
 from .gguf import GgufWeights
 from .weights import Locate, Piece, Spelled, Weights
 
@@ -71,14 +71,6 @@ def _describe_clip(part: Part, standard: Config) -> tuple[Config, Locate]:
     return architecture.derive_clip(part, standard), single_file.locate_clip(part)
 
 
-def _describe_vae(part: Part, standard: Config) -> tuple[Config, Locate]:
-    if single_file.vae_part(part.header) is None:
-        config = architecture.derive_diffusers_vae(part.header, standard, shown("model", "vae"))
-        return config, single_file.locate_diffusers_vae()
-    config = architecture.derive_vae(part, standard)
-    return config, single_file.locate_vae(part, len(config["block_out_channels"]))
-
-
 def build_t5(config: Mapping[str, Any]) -> nn.Module:
     """Without the second name of its embeddings, which would be a second copy, and without dropout, which a run that encodes
     captions while it trains would switch on."""
@@ -125,7 +117,7 @@ T5_XXL = Slot(
 )  # fmt: skip
 VAE = Slot(
     "vae", kinds.VAE, "VAE (ae.safetensors)", ("vae.", "first_stage_model."),
-    BUILDERS["vae"], _describe_vae, single_file.locate_diffusers_vae(),
+    BUILDERS["vae"], describe_vae, single_file.locate_diffusers_vae,
 )  # fmt: skip
 
 
@@ -166,15 +158,14 @@ class _Opener:
 
     def transformer(self, spec: Transformer) -> Component:
         source = self.source
+        sub = "transformer" if source.config("transformer") else ""
         if source.kind == "folder":
-            sub = "transformer" if source.config("transformer") else ""
             config, locate = source.config(sub) or {}, cast(Locate, single_file.locate_same)
-            weights = Weights.open(source.weight_files(sub), source.what)
         else:
             standard = architecture.shipped(self.release, "transformer")
             derived, locate = spec.derive(source.tensors, standard)
             config = architecture.given(self.settings.architecture, "transformer") or derived
-            weights = _stored.open_weights(source.path, source.what)
+        weights = _stored.open_weights(source, sub)
         return Component("transformer", _ours(config), spec.build, weights, locate, source.what, as_stored=True)
 
     def slot(self, slot: Slot) -> Component | None:
@@ -205,18 +196,17 @@ class _Opener:
         return self._of_file(slot, source, "")
 
     def _of_folder(self, slot: Slot, source: Source, sub: str) -> Component:
-        weights = Weights.open(source.weight_files(sub), source.what)
+        weights = _stored.open_weights(source, sub)
         return self._component(slot, source.config(sub) or {}, weights, slot.locate, source.what)
 
     def _of_file(self, slot: Slot, source: Source, prefix: str) -> Component:
         derived, locate = slot.describe(Part(source.tensors, prefix), architecture.shipped(self.release, slot.part))
         config = architecture.given(self.settings.architecture, slot.part) or derived
-        return self._component(slot, config, _stored.open_weights(source.path, source.what), locate, source.what)
+        return self._component(slot, config, _stored.open_weights(source), locate, source.what)
 
     def _component(self, slot: Slot, config: Config, weights: Weights, locate: Locate, what: str) -> Component:
         stored = slot.part != "vae"
-        made = Component(slot.part, _ours(config), slot.build, weights, locate, what, as_stored=stored)
-        return replace(made, float32=slot.float32)
+        return Component(slot.part, _ours(config), slot.build, weights, locate, what, stored, slot.float32)
 
 
 _COUNTS = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers", "num_hidden_layers", "approximator_layers")

@@ -115,8 +115,9 @@ def locate_unet(part: Part, config: Mapping[str, Any]) -> Locate:
     return lambda name: [Piece(part.key(ldm(name)))]
 
 
-def locate_vae(part: Part, levels: int) -> Locate:
+def locate_vae(part: Part, config: Mapping[str, Any]) -> Locate:
     """ldm counts the decoder's levels from the finest, diffusers from the coarsest."""
+    levels = len(config["block_out_channels"])
 
     def ldm(name: str) -> list[str]:
         side, _, rest = name.partition(".")
@@ -140,16 +141,11 @@ def locate_same(name: str) -> list[Piece]:
     return [Piece(name)]
 
 
-def locate_diffusers_vae(prefix: str = "") -> Locate:
+def locate_diffusers_vae(name: str) -> list[Piece]:
     """Files of diffusers itself: its names, or those it used for the attention before 0.15."""
-
-    def pieces(name: str) -> list[Piece]:
-        names = [name]
-        if m := re.fullmatch(r"(.*mid_block\.attentions\.0\.)(.+)\.(weight|bias)", name):
-            names.append(f"{m[1]}{_VAE_ATTENTION[m[2]][1]}.{m[3]}")
-        return [Piece(prefix + n) for n in names]
-
-    return pieces
+    m = re.fullmatch(r"(.*mid_block\.attentions\.0\.)(.+)\.(weight|bias)", name)
+    older = [Piece(f"{m[1]}{_VAE_ATTENTION[m[2]][1]}.{m[3]}")] if m else []
+    return [Piece(name), *older]
 
 
 def locate_clip(part: Part | None = None) -> Locate:

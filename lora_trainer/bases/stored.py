@@ -6,7 +6,6 @@ layer alone, but for fp8, which nf4 halves. Everything else (norms, biases, conv
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,7 +17,7 @@ from ..engine.packed import PackedLinear, Packing, RowScaled, _Packed
 from ..engine.packed_gguf import GgufBlocks, PackedEmbedding, unpacks_rows
 from ..engine.tracker import host_memory
 from ..files.gguf_blocks import LAYOUTS, PLAIN
-from ..files.gguf_reader import is_gguf, open_gguf
+from ..files.sources import Source
 from .four_bit import absmax, quant_state
 from .gguf import GgufWeights
 from .weights import DTYPES, FP8, Piece, Weights
@@ -27,9 +26,13 @@ DtypeOf = Callable[[str], torch.dtype]
 """Parameter -> the dtype that its values take."""
 
 
-def open_weights(path: Path, what: str) -> Weights:
-    """Of a single file, whatever its format."""
-    return GgufWeights(open_gguf(path, what)) if is_gguf(path) else Weights.open([path], what)
+def open_weights(source: Source, sub: str = "") -> Weights:
+    """Of a single file, whatever its format, or of a folder's component."""
+    if source.gguf is not None:
+        return GgufWeights(source.gguf)
+    if source.kind == "file":
+        return Weights({source.path: source.header})
+    return Weights.open(source.weight_files(sub), source.what)
 
 
 # -- which layers stay as they are

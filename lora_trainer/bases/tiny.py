@@ -12,6 +12,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ..files.kinds import Part
+from . import single_file
 from .originals import Places, locate
 from .weights import Locate
 
@@ -75,8 +76,8 @@ class Tiny:
     """Of arch/, if it is not called as the family."""
     places: Callable[[Numbers], Places] = lambda config: Places()
     """Where single files have the transformer's weights, by its config; unsaid, as diffusers names them."""
-    locate_vae: Callable[[Numbers], Locate] | None = None
-    """The same for a VAE that is not Stable Diffusion's."""
+    locate_vae: Callable[[Numbers], Locate] = lambda config: single_file.locate_vae(Part({}, ""), config)
+    """The same for the VAE."""
     stored_vae: Callable[[dict[str, Tensor]], dict[str, Tensor]] = unchanged
     """The VAE's state as its file shapes it."""
     vae_file: str = "ae"

@@ -11,7 +11,7 @@ error. So tokenizers are always read with from_pretrained, from a folder, and tr
 import gzip
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import transformers.utils.logging
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from transformers import BatchEncoding, CLIPTokenizer, T5TokenizerFast
 
 from ..config.names import shown
@@ -30,7 +31,10 @@ BPE_FILE = "bpe_simple_vocab_16e6.txt.gz"
 PACKAGES = ("clip", "open_clip")
 MERGES = slice(1, 49152 - 256 - 2 + 1)
 """CLIP's own choice among the file's lines: a vocabulary of 49,408 less 512 byte symbols and two marks."""
-HUB_PLACES = (
+CLIP_FILES = ("vocab.json", "merges.txt")
+Place = tuple[str, str]
+"""A repository of the Hugging Face hub, and the folder inside it."""
+HUB_PLACES: tuple[Place, ...] = (
     ("openai/clip-vit-large-patch14", ""),
     ("stable-diffusion-v1-5/stable-diffusion-v1-5", "tokenizer/"),
     ("runwayml/stable-diffusion-v1-5", "tokenizer/"),
@@ -61,11 +65,12 @@ def find_tokenizer(source: Source, folder: str | None, sub: str, standard: Mappi
         return EmptyTokenizer()
     if folder is not None:
         return _load(_vocabulary_folder(Path(folder), sub), standard)
-    if source.kind == "folder" and _is_vocabulary(source.path / sub):
+    if source.kind == "folder" and is_vocabulary(source.path / sub):
         return _load(source.path / sub, standard)
-    files = _cached() or _downloaded_if_no_package()
-    if files:
-        return _from_texts(files[0].read_text(encoding="utf-8"), files[1].read_text(encoding="utf-8"), standard)
+    found = cached(HUB_PLACES, *CLIP_FILES) or _downloaded_if_no_package()
+    if found:
+        vocab, merges = ((found / name).read_text(encoding="utf-8") for name in CLIP_FILES)
+        return _from_texts(vocab, merges, standard)
     packaged = _packaged()
     assert packaged is not None, "a download is tried only without a package"
     return _from_texts(*vocabulary_texts(packaged), standard)
@@ -87,44 +92,23 @@ def find_t5_tokenizer(source: Source, folder: str | None, sub: str) -> Any:
     """T5's tokenizer: from `modelo.tokenizador`, the base's own folder, the local cache, or one small download."""
     if source.planning:
         return EmptyTokenizer()
-    places = [Path(folder) / sub, Path(folder)] if folder else []
-    places += [source.path / sub] if source.kind == "folder" else []
-    for place in places:
-        if (place / T5_FILE).is_file():
-            return _load_t5(place)
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-
-    for repo, inside in T5_PLACES:
-        found = try_to_load_from_cache(repo, inside + T5_FILE)
-        if isinstance(found, str):
-            return _load_t5(Path(found).parent)
-    try:
-        return _load_t5(Path(hf_hub_download(T5_DOWNLOAD[0], T5_FILE)).parent)
-    except hub_errors() as error:
-        raise SourceError.said(
-            pt="não achei o vocabulário do T5: o modelo base não o traz, não está no cache do Hugging Face e o download "
-            "falhou",
-            en="T5's vocabulary was not found: the base does not bring it, it is not in the Hugging Face cache and the "
-            "download failed",
-            hint_pt=f"ponha o {T5_FILE} de {T5_DOWNLOAD[0]} (1,4 MB) numa subpasta {sub} e indique a pasta em "
-            "modelo.tokenizador",
-            hint_en=f"put the {T5_FILE} of {T5_DOWNLOAD[0]} (1.4 MB) in a sub-folder {sub} and name the folder in "
-            "model.tokenizer",
-            where=shown("model", "tokenizer"),
-        ) from error
+    own = (place for place in own_places(source, folder, sub) if (place / T5_FILE).is_file())
+    found = next(own, None) or cached(T5_PLACES, T5_FILE)
+    return read_tokenizer(T5TokenizerFast, found or download(T5_DOWNLOAD, (T5_FILE,), _no_t5(sub)))
 
 
-def _load_t5(folder: Path) -> Any:
-    try:
-        with _quiet():
-            tokenizer = T5TokenizerFast.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _unusable(folder, str(error)) from error
-    if len(set(tokenizer("a b c d", add_special_tokens=False).input_ids)) < 4:
-        raise _unusable(
-            folder, t(pt="não distingue as letras a, b, c e d", en="it does not tell the letters a, b, c, d apart")
-        )
-    return tokenizer
+def _no_t5(sub: str) -> SourceError:
+    return SourceError.said(
+        pt="não achei o vocabulário do T5: o modelo base não o traz, não está no cache do Hugging Face e o download "
+        "falhou",
+        en="T5's vocabulary was not found: the base does not bring it, it is not in the Hugging Face cache and the "
+        "download failed",
+        hint_pt=f"ponha o {T5_FILE} de {T5_DOWNLOAD[0]} (1,4 MB) numa subpasta {sub} e indique a pasta em "
+        "modelo.tokenizador",
+        hint_en=f"put the {T5_FILE} of {T5_DOWNLOAD[0]} (1.4 MB) in a sub-folder {sub} and name the folder in "
+        "model.tokenizer",
+        where=shown("model", "tokenizer"),
+    )
 
 
 def fingerprint(tokenizer: Any) -> str:
@@ -136,14 +120,39 @@ def fingerprint(tokenizer: Any) -> str:
 # -- places
 
 
-def _is_vocabulary(folder: Path) -> bool:
-    return (folder / "tokenizer.json").is_file() or all((folder / n).is_file() for n in ("vocab.json", "merges.txt"))
+def is_vocabulary(folder: Path) -> bool:
+    return (folder / "tokenizer.json").is_file() or all((folder / name).is_file() for name in CLIP_FILES)
+
+
+def own_places(source: Source, folder: str | None, sub: str) -> list[Path]:
+    """Folders of the user's: what `modelo.tokenizador` names, then the base."""
+    named = [Path(folder) / sub, Path(folder)] if folder else []
+    return named + ([source.path / sub] if source.kind == "folder" else [])
+
+
+def cached(places: Sequence[Place], *names: str) -> Path | None:
+    """The first folder in the local Hugging Face cache that has all these files."""
+    for repo, inside in places:
+        found = [try_to_load_from_cache(repo, inside + name) for name in names]
+        if all(isinstance(path, str) for path in found):
+            return Path(str(found[0])).parent
+    return None
+
+
+def download(place: Place, names: Sequence[str], otherwise: SourceError) -> Path:
+    """The folder with these files of a repository; without a network, `otherwise` is raised."""
+    repo, inside = place
+    try:
+        files = [Path(hf_hub_download(repo, inside + name)) for name in names]
+        return files[0].parent
+    except hub_errors() as error:
+        raise otherwise from error
 
 
 def _vocabulary_folder(folder: Path, sub: str) -> Path:
     """The folder of `modelo.tokenizador`, or its sub-folder when a whole diffusers folder was given."""
     for place in (folder, folder / sub, folder / "tokenizer"):
-        if _is_vocabulary(place):
+        if is_vocabulary(place):
             return place
     raise SourceError.said(
         pt=f"{folder} não tem vocab.json e merges.txt",
@@ -152,16 +161,6 @@ def _vocabulary_folder(folder: Path, sub: str) -> Path:
         hint_en="give the `tokenizer` folder of a Stable Diffusion in diffusers' layout",
         where=shown("model", "tokenizer"),
     )
-
-
-def _cached() -> tuple[Path, Path] | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    for repo, folder in HUB_PLACES:
-        found = [try_to_load_from_cache(repo, folder + name) for name in ("vocab.json", "merges.txt")]
-        if all(isinstance(path, str) for path in found):
-            return Path(str(found[0])), Path(str(found[1]))
-    return None
 
 
 def _packaged() -> Path | None:
@@ -177,31 +176,21 @@ def _packaged() -> Path | None:
     return None
 
 
-def _downloaded_if_no_package() -> tuple[Path, Path] | None:
+def _downloaded_if_no_package() -> Path | None:
     if _packaged():
         return None
-    from huggingface_hub import hf_hub_download
-
-    repo, folder = HUB_PLACES[0]
-    try:
-        vocab, merges = (Path(hf_hub_download(repo, folder + name)) for name in ("vocab.json", "merges.txt"))
-    except hub_errors() as error:
-        raise SourceError.said(
-            pt="não achei o vocabulário do CLIP: o modelo base não o traz, não está no cache do Hugging Face, "
-            "nenhum pacote "
-            "instalado o tem e o download falhou",
-            en="CLIP's vocabulary was not found: the base does not bring it, it is not in the Hugging Face cache, "
-            "no "
-            "installed package has it and the download failed",
-            hint_pt="faça uma destas coisas: `pip install openai-clip`; ou ponha vocab.json e merges.txt (da pasta "
-            "`tokenizer` de "
-            "qualquer Stable Diffusion) numa pasta e indique-a em modelo.tokenizador",
-            hint_en="do one of these: `pip install openai-clip`; or put vocab.json and merges.txt (from the "
-            "`tokenizer` folder of "
-            "any Stable Diffusion) in a folder and name it in model.tokenizer",
-            where=shown("model", "tokenizer"),
-        ) from error
-    return vocab, merges
+    missing = SourceError.said(
+        pt="não achei o vocabulário do CLIP: o modelo base não o traz, não está no cache do Hugging Face, nenhum pacote "
+        "instalado o tem e o download falhou",
+        en="CLIP's vocabulary was not found: the base does not bring it, it is not in the Hugging Face cache, no "
+        "installed package has it and the download failed",
+        hint_pt="faça uma destas coisas: `pip install openai-clip`; ou ponha vocab.json e merges.txt (da pasta "
+        "`tokenizer` de qualquer Stable Diffusion) numa pasta e indique-a em modelo.tokenizador",
+        hint_en="do one of these: `pip install openai-clip`; or put vocab.json and merges.txt (from the "
+        "`tokenizer` folder of any Stable Diffusion) in a folder and name it in model.tokenizer",
+        where=shown("model", "tokenizer"),
+    )
+    return download(HUB_PLACES[0], CLIP_FILES, missing)
 
 
 # -- building
@@ -229,10 +218,16 @@ def _load(folder: Path, standard: Mapping[str, Any]) -> CLIPTokenizer:
         if (folder / "tokenizer_config.json").is_file()
         else {k: standard[k] for k in ("pad_token", "model_max_length")}
     )
+    tokenizer: CLIPTokenizer = read_tokenizer(CLIPTokenizer, folder, **own)
+    return tokenizer
+
+
+def read_tokenizer(kind: Any, folder: Path, **options: Any) -> Any:
+    """By a class of transformers, and tried; SourceError where it is of no use."""
     try:
         with _quiet():
-            tokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True, **own)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+            tokenizer = kind.from_pretrained(str(folder), local_files_only=True, **options)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise _unusable(folder, str(error)) from error
     except Exception as error:  # the Rust library raises bare Exception for a damaged merges.txt
         if type(error) is not Exception:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import SourceError, t
-from ..files.headers import Header, TensorInfo, read_header
+from ..files.headers import Header, read_bytes, read_header
 from . import four_bit, int8
 
 DTYPES = {
@@ -71,6 +71,12 @@ class Piece:
         return rows.roll(len(rows) // 2, 0) if self.swapped else rows
 
 
+def bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape without ones: a 1x1 convolution and a linear layer hold the same matrix, a kernel one frame deep is one of two
+    dimensions, and llama.cpp leaves them out."""
+    return tuple(side for side in shape if side != 1)
+
+
 Locate = Callable[[str], Sequence[Piece]]
 """A module's parameter name -> the pieces that may hold it, the likeliest first."""
 
@@ -106,6 +112,7 @@ class Weights:
     def __init__(self, files: Mapping[Path, Header]) -> None:
         self._files = {name: path for path, header in files.items() for name in header}
         self.header: Header = {name: info for header in files.values() for name, info in header.items()}
+        self._notes: dict[str, dict[str, Any]] = {}
 
     @classmethod
     def open(cls, files: Iterable[Path], what: str) -> "Weights":
@@ -139,18 +146,14 @@ class Weights:
         """The tensor as stored, on the CPU."""
         info = self.header[key]
         raw = torch.empty(info.nbytes, dtype=torch.uint8)
-        if info.nbytes:
-            self._read_into(self._files[key], info, raw)
+        read_bytes(self._files[key], info.offset, raw.numpy().data)
         return raw.view(DTYPES.get(info.dtype, torch.uint8)).reshape(info.shape)
 
-    def _read_into(self, path: Path, info: TensorInfo, raw: Tensor) -> None:
-        with path.open("rb") as file:
-            file.seek(info.offset)
-            if file.readinto(raw.numpy().data) != info.nbytes:
-                raise SourceError(
-                    t(pt=f"{path} mudou enquanto era lido", en=f"{path} changed while it was being read"),
-                    t(pt="comece de novo", en="start again"),
-                )
+    def note(self, key: str) -> dict[str, Any]:
+        """JSON that is kept as a tensor."""
+        if key not in self._notes:
+            self._notes[key] = json.loads(bytes(self.read(key).tolist()))
+        return self._notes[key]
 
     def scale_of(self, key: str) -> str | None:
         """The factor that belongs to an fp8 tensor, in the spellings of ComfyUI and others."""

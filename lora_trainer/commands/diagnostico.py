@@ -202,8 +202,8 @@ def _disk(folder: Path) -> Check:
 def _tokenizer(loaded: Loaded) -> Check:
     from ..bases import tokenizers
 
-    cached, packaged = tokenizers._cached(), tokenizers._packaged()
-    known = [loaded.config.model.tokenizer, cached[0].parent if cached else None, packaged]
+    cached = tokenizers.cached(tokenizers.HUB_PLACES, *tokenizers.CLIP_FILES)
+    known = [loaded.config.model.tokenizer, cached, tokenizers._packaged()]
     places = [str(place) for place in known if place]
     if places:
         return Check("CLIP tokenizer", "ok", ", ".join(places))

@@ -17,7 +17,6 @@ from typing import Any
 from .. import plugins
 from ..errors import ConfigError, t
 from ..files import kinds
-from ..files.gguf_reader import is_gguf, open_gguf
 from ..files.headers import read_header
 from ..files.sources import Source, open_source
 from .entries import Entry, Sheet
@@ -111,11 +110,8 @@ def _bound_for(bounds: Iterable[float], size: float | None) -> float | None:
 def _billions(source: Source, family: str | None) -> float | None:
     """None where nothing tells. `family`: asked, where only a config.json of a diffusion network is there."""
     if source.kind == "file":
-        tensors: Mapping[str, Any] = source.header
-        if is_gguf(source.path):
-            tensors = open_gguf(source.path, source.what).tensors
-        inside = {name: info for name, info in tensors.items() if name.startswith(WITHIN)}
-        return _counted([inside or tensors])
+        inside = {name: info for name, info in source.tensors.items() if name.startswith(WITHIN)}
+        return _counted([inside or source.tensors])
     sub = "transformer" if source.config("transformer") else ""
     files = replace(source, planning=True).weight_files(sub)
     if files:

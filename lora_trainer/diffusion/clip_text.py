@@ -6,7 +6,6 @@ L is 77, 154 or 231. Every caption of a run has as many chunks, so that embeds o
 a longer caption is dropped; `truncate_report` tells what.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from ..bases import architecture, tokenizers
 from ..bases.components import Networks
 from ..config.schema import ModelConfig
-from ..engine.host import compute_device
 from ..errors import SourceError
 from ..files.sources import Source
 from .unet import text_body
@@ -92,19 +90,3 @@ def hidden_states(encoder: nn.Module, ids: Tensor, layer: int, *, normalised: bo
     pooled = getattr(output, "text_embeds", None)
     states = states.reshape(batch, chunks * length, -1)
     return states, pooled.reshape(batch, chunks, -1)[:, 0] if pooled is not None else None
-
-
-Encode = Callable[[nn.ModuleDict, dict[str, Tensor]], dict[str, Tensor]]
-
-
-@torch.no_grad()
-def encode_captions(
-    encode: Encode, encoders: nn.ModuleDict, examples: Sequence[dict[str, Tensor]]
-) -> list[dict[str, Tensor]]:
-    """Run a family's `encode_ids` on tokenised captions; CPU tensors without a batch dimension."""
-    if not examples:
-        return []
-    device = compute_device(encoders)
-    batch = {name: torch.stack([example[name] for example in examples]).to(device) for name in examples[0]}
-    encoded = {name: value.cpu() for name, value in encode(encoders, batch).items()}
-    return [{name: value[row].clone() for name, value in encoded.items()} for row in range(len(examples))]

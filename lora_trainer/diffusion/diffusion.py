@@ -7,6 +7,7 @@ import hashlib
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,7 +21,6 @@ from ..engine.host import compute_device
 from ..errors import ConfigError, t
 from ..seam.family import Batch, Example, Framing, ImageFamily, Prepare, Sampling
 from . import vae as _vae
-from .clip_text import encode_captions
 from .objective import NoisePrediction, Objective, alphas_cumprod
 from .prompts import trim
 from .rectified_flow import RectifiedFlow, Shift
@@ -109,9 +109,13 @@ class DiffusionFamily(ImageFamily):
     def encode_ids(self, model: nn.ModuleDict, batch: Batch) -> Batch:
         """What `tokenize` made, stacked -> prompt embeds, and `prompts.MASK` (B, L) where padding is not to be attended to."""
 
+    @torch.no_grad()
     def encode_text(self, encoders: nn.ModuleDict, captions: Sequence[str]) -> list[Example]:
-        encoded = encode_captions(self.encode_ids, encoders, self.tokenize(captions))
-        return [trim(example) for example in encoded]
+        examples, device = self.tokenize(captions), compute_device(encoders)
+        batch = {name: torch.stack([example[name] for example in examples]).to(device) for name in examples[0]}
+        encoded = {name: value.cpu() for name, value in self.encode_ids(encoders, batch).items()}
+        rows = ({name: value[row].clone() for name, value in encoded.items()} for row in range(len(examples)))
+        return [trim(example) for example in rows]
 
     def image_fingerprint(self) -> str:
         network = self.components["vae"].fingerprint()
@@ -238,19 +242,20 @@ def _refuse_foreign(settings: TrainingConfig, names: Sequence[str], family: Diff
         )  # fmt: skip
 
 
+def _own(kind: type[Objective], settings: TrainingConfig) -> dict[str, Any]:
+    """What an objective takes from the options of `training` that are called as its fields are."""
+    names = {field.name for field in fields(kind)} & TrainingConfig.model_fields.keys()
+    return {name: getattr(settings, name) for name in names}
+
+
 def _flow(settings: TrainingConfig, family: DiffusionFamily, unmasked_weight: float) -> RectifiedFlow:
     asked: Any = {None: family.training_shift, 0.0: "resolution"}.get(settings.timestep_shift, settings.timestep_shift)
     return RectifiedFlow(
+        **_own(RectifiedFlow, settings),
         shift=Shift.of(family.schedule_config, family.patch, asked),
         sampling=family.timestep_sampling if settings.timestep_sampling == "auto" else settings.timestep_sampling,
-        logit_mean=settings.logit_mean,
-        logit_std=settings.logit_std,
-        mode_scale=settings.mode_scale,
         timestep_range=_timestep_range(settings, 1000),
         weighting=settings.loss_weighting,
-        noise_offset=settings.noise_offset,
-        loss=settings.loss,
-        huber_delta=settings.huber_delta,
         unmasked_weight=unmasked_weight,
     )
 
@@ -268,14 +273,10 @@ def _noise_prediction(settings: TrainingConfig, family: DiffusionFamily, unmaske
     assert family.prediction_type != "flow"
     schedule = alphas_cumprod(family.schedule_config, settings.zero_terminal_snr)
     return NoisePrediction(
+        **_own(NoisePrediction, settings),
         alphas_cumprod=schedule,
         prediction_type=family.prediction_type,
         timestep_range=_timestep_range(settings, len(schedule)),
-        min_snr_gamma=settings.min_snr_gamma,
-        debiased=settings.debiased,
-        noise_offset=settings.noise_offset,
-        loss=settings.loss,
-        huber_delta=settings.huber_delta,
         unmasked_weight=unmasked_weight,
     )
 

@@ -7,22 +7,22 @@ called with (`predict`). Latents are those of its VAE; packing into tokens is th
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..bases import architecture as _architecture
 from ..bases.components import Networks
+from ..bases.originals import Original, Places
 from ..bases.parts import Slot, Transformer, open_parts
-from ..bases.refusal import refusal
 from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import ConfigError, SourceError, t
 from ..files.sources import Source
-from ..seam.family import Batch, BlockGroup, Example
+from ..seam.family import Batch, BlockGroup, Example, Prepare
 from ..seam.readers import TRANSFORMERS
+from ..seam.slots import Slot as FileSlot
 from . import prompts
 from .captions import Reader
 from .diffusion import DiffusionFamily
@@ -62,6 +62,8 @@ class TransformerFamily(DiffusionFamily):
     """Widths that tell parts of other models, given one by one."""
     masked: ClassVar[bool] = False
     """Whether prompts of differing length get a mask."""
+    original: ClassVar[Original | None] = None
+    """The layout of kohya files, where some matrices may be fused; None where layers are called as diffusers calls them."""
     text_width: ClassVar[str] = "joint_attention_dim"
     """The transformer's config entry for the width of prompt embeds."""
     pooled_width: ClassVar[str] = ""
@@ -77,6 +79,8 @@ class TransformerFamily(DiffusionFamily):
     """Of metadata: kohya's ss_base_model_version."""
     tells_guidance: ClassVar[bool] = False
     """In metadata: what training told a model whose guidance is an input."""
+    guided: bool = False
+    """Guidance is an input."""
     reader: Reader
     tokens: int
     """Of the longest prompt."""
@@ -86,6 +90,7 @@ class TransformerFamily(DiffusionFamily):
         self.text_parts = tuple(name for name in networks.components if name.startswith("text_encoder"))
         self.schedule_config, self.notices = networks.scheduler, list(networks.notices)
         self.config = self.components["transformer"].config
+        self.places = self.original.places_of(self.config) if self.original else Places()
         vae = self.components["vae"].config
         self.scaling_factor, self.shift_factor = float(vae.get("scaling_factor") or 1.0), float(vae.get("shift_factor") or 0.0)
         self.latent_facts = (self.scaling_factor, self.shift_factor)
@@ -96,8 +101,6 @@ class TransformerFamily(DiffusionFamily):
 
     @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "TransformerFamily":
-        if not cls.takes(source):
-            raise refusal(source)
         release, slots = cls.parts(source, settings)
         networks = open_parts(source, settings, release, cls.network, slots)
         return cls(source, settings, networks, max_caption_tokens)
@@ -110,10 +113,6 @@ class TransformerFamily(DiffusionFamily):
     @abstractmethod
     def open_reader(self, networks: Networks, tokens: int | None) -> Reader:
         """What reads captions; `tokens`: None is what is usual for the base."""
-
-    @classmethod
-    def shipped_architecture(cls) -> Path:
-        return _architecture.shipped_folder(cls.name)
 
     @classmethod
     def count_parameters(cls, config: Mapping[str, Any]) -> int:
@@ -169,6 +168,29 @@ class TransformerFamily(DiffusionFamily):
 
     # -- training
 
+    def load_model(
+        self, device: torch.device, dtype: torch.dtype, *, with_text: bool = False, prepare: Prepare | None = None
+    ) -> nn.ModuleDict:
+        model = super().load_model(device, dtype, with_text=with_text, prepare=prepare)
+        if dtype is torch.float16:
+            self.keep_in_range(model["transformer"])
+        return model
+
+    def keep_in_range(self, transformer: nn.Module) -> None:
+        """For networks whose activations pass fp16; before adapters are put on it."""
+
+    def predict(self, model: nn.ModuleDict, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        return self.answer(cast(Any, model["transformer"]), x_t, timesteps, self.with_prompts(model, batch))
+
+    @abstractmethod
+    def answer(self, transformer: Any, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        """As `predict`; prompt embeds are in the batch."""
+
+    def guidance(self, timesteps: Tensor, batch: Batch) -> Tensor | None:
+        """(B,) float32, as drawing or training tells it; None where it is no input."""
+        told = torch.full_like(timesteps, self.training_guidance, dtype=torch.float32)
+        return batch.get("guidance", told) if self.guided else None
+
     def with_prompts(self, model: nn.ModuleDict, batch: Batch) -> Batch:
         """With prompt embeds, where the run encodes captions while it trains."""
         if "prompt_embeds" in batch:
@@ -198,6 +220,15 @@ class TransformerFamily(DiffusionFamily):
         return self.tokens
 
     # -- output
+
+    @property
+    def width(self) -> int:
+        """Of the transformer's tokens."""
+        return int(self.config["attention_head_dim"]) * int(self.config["num_attention_heads"])
+
+    def kohya_slots(self, path: str) -> FileSlot | None:
+        """A layer's place in kohya files; None for what they cannot carry."""
+        return self.places.slot(path.removeprefix("transformer."), self.width)
 
     def export_prefixes(self) -> dict[str, str]:
         return {"transformer": "lora_unet"}

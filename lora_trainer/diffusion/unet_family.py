@@ -1,17 +1,15 @@
 """What sd15 and sdxl share: one UNet that predicts noise or velocity, CLIP text encoders that may be trained with it, a VAE."""
 
-from abc import abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..bases import architecture as _architecture
 from ..bases.components import Networks, open_networks
-from ..bases.refusal import refusal
+from ..config.names import shown
 from ..config.schema import ModelConfig
+from ..errors import ConfigError, t
 from ..files.sources import Source
 from ..seam.family import Batch, BlockGroup, Example
 from ..seam.readers import UNETS
@@ -47,25 +45,14 @@ class UNetFamily(DiffusionFamily):
         self.latent_facts = (self.scaling_factor,)
 
     @classmethod
-    def shipped_architecture(cls) -> Path:
-        return _architecture.shipped_folder(cls.signature.bases[0].name)
-
-    @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "UNetFamily":
-        if not cls.takes(source):
-            raise refusal(source)
         release = source.looks_like().name
         networks = open_networks(source, settings, release)
-        cls.check_clip_skip(settings.clip_skip, release, networks)
+        _check_clip_skip(settings.clip_skip, release, networks)
         texts = [part for part in networks.components if part.startswith("text_encoder")]
         tokens = max_caption_tokens
         chunks = [clip_text.open_chunks(source, settings, networks, release, part, tokens) for part in texts]
         return cls(source, settings, networks, chunks)
-
-    @classmethod
-    @abstractmethod
-    def check_clip_skip(cls, clip_skip: int, release: str, networks: Networks) -> None:
-        """Raises ConfigError for layers that the text encoder does not have, or the family does not use."""
 
     # -- captions
 
@@ -123,3 +110,22 @@ class UNetFamily(DiffusionFamily):
             "ss_v_parameterization": str(velocity),
             "ss_sd_model_name": self.source.title(),
         }
+
+
+PENULTIMATE = {"sd2": "SD 2.x", "sdxl": "SDXL"}
+"""Releases that always use CLIP's last layer but one, as people call them."""
+
+
+def _check_clip_skip(clip_skip: int, release: str, networks: Networks) -> None:
+    """ConfigError for layers that the text encoder does not have, or the base does not use."""
+    most = int(networks.components["text_encoder"].config.get("num_hidden_layers", 12))
+    reason = t(pt=f"o codificador de texto tem {most} camadas", en=f"the text encoder has {most} layers")
+    if known := PENULTIMATE.get(release):
+        most = 2
+        reason = t(pt=f"o {known} usa sempre a penúltima camada", en=f"{known} always uses the penultimate layer")
+    if clip_skip > most:
+        raise ConfigError(
+            t(pt=f"pular_clip: {clip_skip}, mas {reason}", en=f"clip_skip: {clip_skip}, but {reason}"),
+            t(pt="retire a chave", en="remove the key"),
+            shown("model", "clip_skip"),
+        )

@@ -160,7 +160,7 @@ def _in_file_order(up: Tensor, order: Tensor | None) -> Tensor:
 
 def _values(file: GgufFile, name: str) -> Tensor:
     info = file.tensors[name]
-    return dequantize(file.raw(name), info.kind, torch.float32).view(info.shape)
+    return dequantize(file.raw(name), info.dtype, torch.float32).view(info.shape)
 
 
 def _refuse_non_finite(tensors: Mapping[str, Tensor], path: Path) -> None:

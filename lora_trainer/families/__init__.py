@@ -4,12 +4,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .. import plugins
-from ..bases.refusal import refusal
 from ..config.names import shown
 from ..config.schema import DataConfig, ModelConfig
 from ..errors import ConfigError, SourceError, t
-from ..files.kinds import FAMILIES, family_of
-from ..files.sources import open_source
+from ..files.kinds import FAMILIES, UNKNOWN, family_of
+from ..files.sources import Source, open_source
 
 if TYPE_CHECKING:
     from ..seam.family import Family
@@ -56,3 +55,24 @@ def resolve(model: ModelConfig, data: DataConfig, *, planning: bool = False) -> 
 def family_class(name: str) -> "type[Family]":
     family: type[Family] = plugins.load(f"{FAMILIES}.{name}", "family").FAMILY
     return family
+
+
+def refusal(source: Source) -> SourceError:
+    """Why a source that no family recognises cannot be trained, and the way out: each kind has its own."""
+    kind, name = source.looks_like(), source.title()
+    if kind is UNKNOWN:
+        problem = t(
+            pt=f"não reconheço o modelo {name}: os tensores dele não são de nenhuma família que eu treine",
+            en=f"{name} is not recognised: its tensors are of no family that can be trained here",
+        )
+    else:
+        problem = t(
+            pt=f"{name} é {kind.title()}, que não serve de modelo base",
+            en=f"{name} is {kind.title()}, no use as a base",
+        )
+    return SourceError(problem, str(kind.way_out or _what_can()), source.what)
+
+
+def _what_can() -> str:
+    known = ", ".join(family_class(name).title for name in plugins.available(FAMILIES))
+    return t(pt=f"o que se treina aqui: {known}", en=f"what can be trained here: {known}")

@@ -10,31 +10,9 @@ from functools import cache
 from graphlib import TopologicalSorter
 from typing import Any
 
+from . import kinds
 from .headers import Header
-from .kinds import (
-    BY_CHANNELS,
-    CLIP,
-    CLIP_G,
-    CONTROLNET,
-    DIT,
-    EMBEDDING,
-    LANGUAGE_MODEL,
-    LORA,
-    LUMINA2,
-    SDXL_REFINER,
-    T5,
-    UNCLIP,
-    UNET,
-    UNKNOWN,
-    VAE,
-    VISION_LANGUAGE,
-    FileTest,
-    FolderTest,
-    Kind,
-    find_unet,
-    signatures,
-    wrapper,
-)  # fmt: skip
+from .kinds import FileTest, FolderTest, Kind, find_unet, signatures, wrapper
 
 # -- tests of a single file
 
@@ -98,45 +76,31 @@ def _control(header: Header) -> bool:
 
 Rows = tuple[tuple[Kind, FileTest], ...]
 _FIRST: Rows = (
-    (
-        LORA,
-        ends(
-            ".lora_down.weight",
-            ".lora_up.weight",
-            ".lora_A.weight",
-            ".lora_B.weight",
-            ".lora_A.default.weight",
-            ".lora.down.weight",
-            ".hada_w1_a",
-            ".lokr_w1",
-            ".lokr_w1_a",
-            ".oft_blocks",
-            ".lora_mid.weight",
-        ),
-    ),
-    (CONTROLNET, _control),
-    (EMBEDDING, lambda header: set(header) <= {"emb_params", "clip_g", "clip_l", "t5xxl"} and bool(header)),
-    *((kind, lambda header, wide=channels: _channels(header) == wide) for channels, kind in BY_CHANNELS.items()),
-)
+    (kinds.LORA, ends(".lora_down.weight", ".lora_up.weight", ".lora_A.weight", ".lora_B.weight", ".lora_A.default.weight",
+                      ".lora.down.weight", ".hada_w1_a", ".lokr_w1", ".lokr_w1_a", ".oft_blocks", ".lora_mid.weight")),
+    (kinds.CONTROLNET, _control),
+    (kinds.EMBEDDING, lambda header: set(header) <= {"emb_params", "clip_g", "clip_l", "t5xxl"} and bool(header)),
+    *((kind, lambda header, wide=channels: _channels(header) == wide) for channels, kind in kinds.BY_CHANNELS.items()),
+)  # fmt: skip
 """Before all families."""
 _WHOLE: Rows = (
-    (SDXL_REFINER, beside_unet("conditioner.embedders.0.model.", labelled=True)),
-    (UNCLIP, beside_unet("cond_stage_model.", labelled=True)),
-    (UNCLIP, beside_unet("noise_augmentor.", labelled=True)),
-    (UNET, lambda header: find_unet(header) is not None),
-    (LUMINA2, every(has("noise_refiner.0."), has("cap_embedder.0.", ".caption_embedder.0."), none("ref_image_"))),
-    (VISION_LANGUAGE, every(_language, has("visual.", "vision_tower."))),
-    (LANGUAGE_MODEL, _language),
-    (DIT, has("transformer_blocks.0.attn", "blocks.0.self_attn.", "blocks.0.cross_attn.", "noise_refiner.0.",
+    (kinds.SDXL_REFINER, beside_unet("conditioner.embedders.0.model.", labelled=True)),
+    (kinds.UNCLIP, beside_unet("cond_stage_model.", labelled=True)),
+    (kinds.UNCLIP, beside_unet("noise_augmentor.", labelled=True)),
+    (kinds.UNET, lambda header: find_unet(header) is not None),
+    (kinds.LUMINA2, every(has("noise_refiner.0."), has("cap_embedder.0.", ".caption_embedder.0."), none("ref_image_"))),
+    (kinds.VISION_LANGUAGE, every(_language, has("visual.", "vision_tower."))),
+    (kinds.LANGUAGE_MODEL, _language),
+    (kinds.DIT, has("transformer_blocks.0.attn", "blocks.0.self_attn.", "blocks.0.cross_attn.", "noise_refiner.0.",
               "double_layers.0.", "caption_projection.", "x_embedder.", "patch_embed.")),
-    (UNET, has("down_blocks.0.resnets.0.time_emb_proj.")),
+    (kinds.UNET, has("down_blocks.0.resnets.0.time_emb_proj.")),
 )  # fmt: skip
 _PARTS: Rows = (
-    (VAE, every(has("decoder.conv_in.weight"), has("encoder.conv_in.weight"))),
-    (T5, has("encoder.block.0.layer.0.SelfAttention.")),
-    (CLIP_G, _deep_clip),
-    (CLIP, _CLIP),
-    (LANGUAGE_MODEL, has("layers.0.self_attn.q_proj.", "layers.0.self_attn.qkv_proj.", "h.0.attn.c_attn.")),
+    (kinds.VAE, every(has("decoder.conv_in.weight"), has("encoder.conv_in.weight"))),
+    (kinds.T5, has("encoder.block.0.layer.0.SelfAttention.")),
+    (kinds.CLIP_G, _deep_clip),
+    (kinds.CLIP, _CLIP),
+    (kinds.LANGUAGE_MODEL, has("layers.0.self_attn.q_proj.", "layers.0.self_attn.qkv_proj.", "h.0.attn.c_attn.")),
 )
 
 
@@ -156,7 +120,7 @@ def classify(header: Header) -> Kind:
     """The kind of a single file."""
     wholes, parts = ([(k, k.file) for k in family_kinds() if k.part is part] for part in (False, True))
     rows = (*_FIRST, *wholes, *_WHOLE, *parts, *_PARTS)
-    return next((kind for kind, test in rows if test(header)), UNKNOWN)
+    return next((kind for kind, test in rows if test(header)), kinds.UNKNOWN)
 
 
 # -- folders
@@ -219,39 +183,39 @@ def classify_folder(config: Callable[[str], Mapping[str, Any] | None]) -> Kind:
         root, config("model_index") or {}, config("unet") or {}, config("transformer") or alone, config("vae") or {}
     )
     if folder.unet and (channels := int(folder.unet.get("in_channels", 4))) != 4:
-        return BY_CHANNELS.get(channels, UNKNOWN)
+        return kinds.BY_CHANNELS.get(channels, kinds.UNKNOWN)
     if found := next((kind for kind in family_kinds() if kind.folder(folder)), None):
         return found
     if folder.unet:
         return _other_unet(folder.unet)
     if folder.transformer:
-        return LUMINA2 if named("Lumina2")(folder) else DIT
+        return kinds.LUMINA2 if named("Lumina2")(folder) else kinds.DIT
     return _without_network(folder)
 
 
 def _other_unet(unet: Mapping[str, Any]) -> Kind:
     if unet.get("addition_embed_type") == "text_time":
-        return SDXL_REFINER
-    return UNCLIP if unet.get("addition_embed_type") or unet.get("class_embed_type") else UNKNOWN
+        return kinds.SDXL_REFINER
+    return kinds.UNCLIP if unet.get("addition_embed_type") or unet.get("class_embed_type") else kinds.UNKNOWN
 
 
 def _without_network(folder: Folder) -> Kind:
     root = folder.root
     if root.get("_class_name") in VAES or (folder.vae and not folder.pipeline):
-        return VAE
+        return kinds.VAE
     if root.get("_class_name") == "UNet2DConditionModel":
-        return UNET
+        return kinds.UNET
     if root.get("peft_type"):
-        return LORA
+        return kinds.LORA
     if root.get("vision_config") and root.get("model_type") in VISION_LANGUAGE_TYPES:
-        return VISION_LANGUAGE
+        return kinds.VISION_LANGUAGE
     architecture = str((root.get("architectures") or [""])[0])
     model_type = str(root.get("model_type") or "")
     if model_type.startswith("clip"):
         text = root.get("text_config") or root
-        return CLIP_G if int(text.get("num_hidden_layers", 12)) > 12 else CLIP
+        return kinds.CLIP_G if int(text.get("num_hidden_layers", 12)) > 12 else kinds.CLIP
     if "t5" in model_type:
-        return T5
+        return kinds.T5
     if not architecture and model_type and "vocab_size" in root:  # the family knows whether transformers has the type
-        return LANGUAGE_MODEL
-    return LANGUAGE_MODEL if architecture.endswith("ForCausalLM") else UNKNOWN
+        return kinds.LANGUAGE_MODEL
+    return kinds.LANGUAGE_MODEL if architecture.endswith("ForCausalLM") else kinds.UNKNOWN

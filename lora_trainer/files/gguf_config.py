@@ -49,7 +49,7 @@ class _Keys:
     def values(self, tensor: str) -> torch.Tensor | None:
         if tensor not in self.file.tensors:
             return None
-        return dequantize(self.file.raw(tensor), self.file.tensors[tensor].kind, torch.float32).flatten()
+        return dequantize(self.file.raw(tensor), self.file.tensors[tensor].dtype, torch.float32).flatten()
 
     def refuse(self, subject: str) -> None:
         raise SourceError.said(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import SourceError, t
-from .headers import _bytes
+from .headers import TensorInfo, _bytes, read_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,14 +35,10 @@ _STRING, _ARRAY = 8, 9
 
 
 @dataclass(frozen=True)
-class TensorInfo:
-    """One tensor; `kind` is ggml's name ("Q4_K", "F32"), `shape` in torch's order, `offset` from the file's start."""
+class GgufTensor(TensorInfo):
+    """One tensor; `dtype` is ggml's name ("Q4_K", "F32"), `shape` in torch's order."""
 
-    kind: str
-    shape: tuple[int, ...]
-    nbytes: int
-    offset: int
-    path: Path
+    path: Path = Path()
 
     @property
     def row_bytes(self) -> int:
@@ -57,7 +53,7 @@ class GgufFile:
     path: Path
     version: int
     metadata: dict[str, Any] = field(repr=False)
-    tensors: dict[str, TensorInfo] = field(repr=False)
+    tensors: dict[str, GgufTensor] = field(repr=False)
 
     def raw(self, name: str, rows: tuple[int, int] | None = None) -> "Tensor":
         """The tensor's bytes as stored, (rows, bytes of a row) uint8 on the CPU; rows as in its shape but the last.
@@ -69,14 +65,7 @@ class GgufFile:
         info = self.tensors[name]
         first, number = rows or (0, prod(info.shape[:-1]))
         data = torch.empty(number * info.row_bytes, dtype=torch.uint8)
-        if data.nbytes:
-            with info.path.open("rb") as file:
-                file.seek(info.offset + first * info.row_bytes)
-                if file.readinto(data.numpy().data) != data.nbytes:
-                    raise SourceError(
-                        t(pt=f"{info.path} mudou enquanto era lido", en=f"{info.path} changed while it was being read"),
-                        t(pt="comece de novo", en="start again"),
-                    )
+        read_bytes(info.path, info.offset + first * info.row_bytes, data.numpy().data)
         return data.view(number, info.row_bytes)
 
     @property
@@ -253,7 +242,7 @@ def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 def _locate(
     table: list[tuple[str, tuple[int, ...], int, int]], start: int, path: Path, what: str
-) -> Iterator[tuple[str, TensorInfo]]:
+) -> Iterator[tuple[str, GgufTensor]]:
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     sizes = {int(kind): (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
@@ -261,7 +250,7 @@ def _locate(
         kind, block, block_bytes = sizes.get(number, (f"#{number}", 1, 0))  # newer than the gguf package
         if shape[-1] % block:
             _damaged(path, what, f"{name} {list(shape)} {kind}")
-        yield name, TensorInfo(kind, shape, prod(shape) // block * block_bytes, start + offset, path)
+        yield name, GgufTensor(kind, shape, prod(shape) // block * block_bytes, start + offset, path)
 
 
 def _damaged(path: Path, what: str, detail: str) -> NoReturn:

@@ -5,7 +5,7 @@ here by hand, so that each way in which a download can be broken gets a message 
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -31,7 +31,7 @@ class TensorInfo:
     offset: int = 0
 
 
-Header = dict[str, TensorInfo]
+Header = Mapping[str, TensorInfo]
 
 
 def read_header(path: Path, what: str) -> tuple[Header, dict[str, str]]:
@@ -54,6 +54,17 @@ def read_header(path: Path, what: str) -> tuple[Header, dict[str, str]]:
     if not plausible:
         _explain(path, what, start, length, size)
     return _parse(path, what, raw[:length], size, 8 + length)
+
+
+def read_bytes(path: Path, offset: int, into: memoryview) -> None:
+    """Fill `into` from a place in the file; SourceError where the file has become shorter."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        if file.readinto(into) != into.nbytes:
+            raise SourceError(
+                t(pt=f"{path} mudou enquanto era lido", en=f"{path} changed while it was being read"),
+                t(pt="comece de novo", en="start again"),
+            )
 
 
 def _parse(path: Path, what: str, raw: bytes, size: int, start: int) -> tuple[Header, dict[str, str]]:
@@ -115,9 +126,6 @@ def _all_zero(path: Path) -> bool:
             if path.stat().st_size < 2**26
             else not any(file.read(1 << 20))
         )
-
-
-Cause = tuple[Callable[[bytes], bool], str, str]
 
 
 def _explain(path: Path, what: str, start: bytes, length: int, size: int) -> NoReturn:

@@ -17,10 +17,8 @@ from typing import Any, Literal, NoReturn
 from ..errors import SourceError, t
 from .classify import classify, classify_folder
 from .gguf_reader import GgufFile, is_gguf, open_gguf
-from .headers import PICKLE_SUFFIXES, Header, TensorInfo, read_header, refuse_pickle
+from .headers import PICKLE_SUFFIXES, Header, read_header, refuse_pickle
 from .kinds import LANGUAGE_MODEL, T5, UNKNOWN, Kind
-
-__all__ = ["Source", "TensorInfo", "open_source"]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 COMPONENTS = ("unet", "transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
@@ -110,9 +108,7 @@ class Source:
     @cached_property
     def tensors(self) -> Header:
         """Of a single file of either format; of GGUF, the dtype is ggml's name ("Q4_K")."""
-        if self.gguf is None:
-            return self.header
-        return {name: TensorInfo(i.kind, i.shape, i.nbytes, i.offset) for name, i in self.gguf.tensors.items()}
+        return self.header if self.gguf is None else self.gguf.tensors
 
     def looks_like(self) -> Kind:
         return self._looks_like

@@ -149,7 +149,7 @@ def _architecture(source: Source | None) -> object:
     if source.kind == "file" and is_gguf(source.path):
         file = open_gguf(source.path, source.what)
         plain = {name: value for name, value in file.metadata.items() if not name.startswith("tokenizer.")}
-        return [str(plain), [[name, info.kind, list(info.shape)] for name, info in file.tensors.items()]]
+        return [str(plain), [[name, info.dtype, list(info.shape)] for name, info in file.tensors.items()]]
     if source.kind == "file":
         return [[name, info.dtype, list(info.shape)] for name, info in source.tensors.items()]
     configs = sorted(source.path.rglob("*config.json"))

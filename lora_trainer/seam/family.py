@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ..config.names import shown
 from ..config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from ..errors import ConfigError, t
-from ..files.kinds import Signature
+from ..files import arch
+from ..files.kinds import family_of, signatures
 from ..files.sources import Source
 from .readers import Readers
 from .slots import Slots
@@ -73,8 +74,6 @@ class Family(ABC):
     name: ClassVar[str]
     learns_from: ClassVar[Literal["images", "texts"]]
     """The run's modality: data, previews and files (run/modalities.py)."""
-    signature: ClassVar[Signature]
-    """What tells its bases from others."""
     title: ClassVar[str]
     """For people: "Stable Diffusion 1.x/2.x"."""
     formats: Readers
@@ -83,6 +82,8 @@ class Family(ABC):
     """diffusers' class for the family's usual base. A base that names its own comes first: its loader proves the files."""
     loader_kinds: ClassVar[tuple[str, ...]] = ("lora",)
     """Kinds of adapter that its loader takes in the diffusers layout (diffusers 0.42)."""
+    usual_release: ClassVar[str] = ""
+    """Its folder of arch/, where that is not called as the family."""
     sizes: ClassVar[dict[float, str]] = {}
     """Bases of up to so many billion parameters -> the shape that stands for them in the presets (modelo.arquitetura)."""
     text_targets: ClassVar[str] = ""
@@ -94,17 +95,19 @@ class Family(ABC):
     @classmethod
     def takes(cls, source: Source) -> bool:
         """Whether the source is one of the family's bases, told by header or config.json alone."""
-        return source.looks_like() in cls.signature.bases
+        return family_of(source.looks_like()) == cls.name
 
     @classmethod
-    @abstractmethod
     def shipped_architecture(cls) -> Path:
         """A folder of config files that stands for the family's usual base, for planning without one."""
+        found = arch.folder(cls.usual_release or cls.name)
+        assert found is not None, f"{cls.name} ships no such release"
+        return found
 
     @classmethod
     @abstractmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "Family":
-        """Read the architecture; raises SourceError for bases that cannot be trained (inpainting, refiner, …).
+        """Read the architecture of a base that `takes` has accepted; raises SourceError for variants that cannot be trained.
 
         `max_caption_tokens`: None is what is usual for the base.
         """
@@ -117,7 +120,7 @@ class Family(ABC):
     @classmethod
     def chosen_tokens(cls, asked: int | str) -> int | None:
         """`dados.maximo_tokens` as `open` takes it; raises ConfigError for numbers of other families."""
-        lengths = cls.signature.caption_tokens
+        lengths = signatures()[cls.name].caption_tokens
         if asked != "auto" and asked not in lengths:
             name, listed = shown("data", "max_caption_tokens"), ", ".join(map(str, lengths))
             raise ConfigError(

@@ -8,7 +8,6 @@ from ..config.names import shown
 from ..config.schema import Config
 from ..errors import SourceError, t
 from ..export.gguf_lora import check_gguf_lora
-from ..families.causal_lm.base import is_gguf_source
 from ..families.causal_lm.family import PART, CausalLM
 from ..modality.options import OF_IMAGES, unread
 from .dataset import TextDataset
@@ -35,7 +34,7 @@ def option_warnings(family: CausalLM, config: Config) -> list[str]:
                 en=f"{name}: yes has no effect: {kind} has layers in which texts of one row would mix",
             )
         )
-    if is_gguf_source(family.source) and config.memory.base_quantization not in ("auto", "no"):
+    if family.source.gguf is not None and config.memory.base_quantization not in ("auto", "no"):
         name, value = shown("memory", "base_quantization"), config.memory.base_quantization
         warnings.append(
             t(

@@ -19,7 +19,6 @@ from ..export.gguf_lora import modelfile, read_gguf_lora, write_gguf_lora
 from ..export.merge import measure_drift, merge
 from ..export.peft_folder import save_peft_folder, verify_peft_folder
 from ..export.proof import relative_norm
-from ..families.causal_lm.base import is_gguf_source
 from ..families.causal_lm.family import CausalLM
 from ..loop import to_device
 from ..modality import Outputs, RunFacts
@@ -112,7 +111,7 @@ class TextOutputs(Outputs[CausalLM, TextBatchPlan]):
         )
 
     def _quantisation(self) -> str | None:
-        if is_gguf_source(self.family.source):
+        if self.family.source.gguf is not None:
             return "gguf"
         chosen = self.config.memory.base_quantization
         return None if chosen in ("no", "auto") else chosen

@@ -22,10 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import lora_trainer
-from lora_trainer.bases import architecture, single_file
+from lora_trainer.bases import architecture
 from lora_trainer.bases.tiny import Encoder, Tiny
 from lora_trainer.bases.weights import WHOLE, Locate, Share
-from lora_trainer.files.kinds import Part
 
 from .tiny_texts import text_of
 
@@ -165,8 +164,7 @@ class Base:
 
     def stored_vae(self, module: nn.Module, config: Mapping[str, Any] | None = None) -> State:
         config = config or module.config
-        levels = len(config.get("block_out_channels", ()))
-        locate = self.tiny.locate_vae(config) if self.tiny.locate_vae else single_file.locate_vae(Part({}, ""), levels)
+        locate = self.tiny.locate_vae(config)
         state = {key: value for key, value in module.state_dict().items() if key != "bn.num_batches_tracked"}
         return {key: as_convolution(key, value) for key, value in turned_round(self.tiny.stored_vae(state), locate).items()}
 

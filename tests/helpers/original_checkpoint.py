@@ -79,7 +79,7 @@ def original_names(
     open_clip = {"sd2": ("text_encoder", "cond_stage_model."), "sdxl": ("text_encoder_2", "conditioner.embedders.1.")}
     locate = {
         "unet": single_file.locate_unet(Part(empty, "model.diffusion_model."), configs["unet"]),
-        "vae": single_file.locate_vae(Part(empty, "first_stage_model."), len(configs["vae"]["block_out_channels"])),
+        "vae": single_file.locate_vae(Part(empty, "first_stage_model."), configs["vae"]),
         "text_encoder": single_file.locate_clip(
             Part(empty, "conditioner.embedders.0." if release == "sdxl" else "cond_stage_model.")
         ),

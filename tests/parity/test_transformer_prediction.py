@@ -8,6 +8,7 @@ from helpers.bases import NAMES, STORED, of, written
 from helpers.measured_run import PHASES, Case, measure, predict, training_peak
 
 from lora_trainer.families import family_class
+from lora_trainer.files.kinds import signatures
 
 CHECKPOINTING = {"gradient_checkpointing": "yes"}
 STREAMED = {"block_streaming": 1.0, "activation_offload": "yes"}
@@ -46,4 +47,4 @@ def test_weights_kept_as_stored(name, kind):
 
 
 def shortest(name: str) -> dict[str, object]:
-    return {"max_caption_tokens": min(family_class(name).signature.caption_tokens)}
+    return {"max_caption_tokens": min(signatures()[name].caption_tokens)}

@@ -17,7 +17,8 @@ from lora_trainer.bases.architecture import shipped_folder
 from lora_trainer.config.schema import Config, ModelConfig
 from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.errors import ConfigError, SourceError
-from lora_trainer.families.causal_lm.family import PART, CausalLM, shapes
+from lora_trainer.families.causal_lm.family import PART, CausalLM
+from lora_trainer.files.arch import releases
 from lora_trainer.files.sources import open_source
 from lora_trainer.planner.simulate import Shape, simulate_run
 from lora_trainer.techniques import MemoryPlan
@@ -212,7 +213,7 @@ BILLIONS = {
 
 
 def test_every_shipped_shape_has_a_known_size() -> None:
-    assert shapes() == sorted(BILLIONS)
+    assert releases("causal_lm") == sorted(BILLIONS)
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-14b", "gemma-2-9b", "phi-3.5-mini", "smollm2-135m"])

@@ -178,7 +178,7 @@ def test_half_precision_and_a_missing_module(files, tmp_path):
     model = files("llama")[0]
     lora = tiny_lora(model)
     path = write_gguf_lora(lora, model.config, tmp_path / "lora.gguf")
-    assert {info.kind for info in open_gguf(path).tensors.values()} == {"F16"}
+    assert {info.dtype for info in open_gguf(path).tensors.values()} == {"F16"}
     with pytest.raises(SourceError, match="lm_head"):
         read_gguf_lora(path, model.config, ["language_model.lm_head"])
 

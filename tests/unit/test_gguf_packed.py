@@ -23,7 +23,7 @@ from lora_trainer.engine.packed_gguf import (
 from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.errors import SourceError
 from lora_trainer.families.causal_lm.family import PART
-from lora_trainer.files.gguf_reader import GgufFile, TensorInfo
+from lora_trainer.files.gguf_reader import GgufFile, GgufTensor
 from lora_trainer.planner.simulate import make_fake
 from lora_trainer.techniques import MemoryPlan
 from lora_trainer.techniques.block_streaming import BlockStreaming
@@ -154,7 +154,7 @@ def test_streaming_counts_packed_bytes(q4_k):
 
 def with_kind(file: GgufFile, tensor: str, kind: str) -> GgufFile:
     old = file.tensors[tensor]
-    info = TensorInfo(kind, old.shape, old.nbytes, old.offset, old.path)
+    info = GgufTensor(kind, old.shape, old.nbytes, old.offset, old.path)
     return GgufFile(file.path, file.version, file.metadata, {**file.tensors, tensor: info})
 
 

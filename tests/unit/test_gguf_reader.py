@@ -32,7 +32,7 @@ def test_all_that_the_gguf_package_reads(whole):
     assert {t.name for t in reference.tensors} == set(file.tensors)
     for tensor in reference.tensors:
         info = file.tensors[tensor.name]
-        assert info.kind == tensor.tensor_type.name
+        assert info.dtype == tensor.tensor_type.name
         assert info.shape == tuple(int(n) for n in reversed(tensor.shape))
         assert file.raw(tensor.name).numpy().tobytes() == tensor.data.tobytes()
     for name, entry in reference.fields.items():
@@ -92,7 +92,7 @@ def split(whole: Path, folder: Path) -> list[Path]:
             info = source.tensors[name]
             data = source.raw(name).numpy()
             data = data if len(info.shape) > 1 else data.view(np.float32).reshape(-1)
-            writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[info.kind])
+            writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[info.dtype])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -171,7 +171,7 @@ def test_a_kind_newer_than_the_gguf_package(whole, tmp_path):
     data[at : at + 4] = struct.pack("<I", 999)
     path = tmp_path / "new.gguf"
     path.write_bytes(data)
-    assert open_gguf(path).tensors[name.decode()].kind == "#999"
+    assert open_gguf(path).tensors[name.decode()].dtype == "#999"
 
 
 def test_the_smallest_header(tmp_path):

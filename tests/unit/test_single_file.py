@@ -278,7 +278,7 @@ def test_integer_quantised_weights_are_refused(tmp_path: Path) -> None:
 def vae_file(path: Path, names: str) -> AutoencoderKL:
     configs = tiny_configs("sd1", 600)
     torch.manual_seed(7)
-    vae: AutoencoderKL = components.build_vae(configs["vae"])  # type: ignore[assignment]
+    vae: AutoencoderKL = components.BUILDERS["vae"](configs["vae"])  # type: ignore[assignment]
     if names == "folder":
         vae.save_pretrained(path)
         return vae
@@ -291,7 +291,7 @@ def vae_file(path: Path, names: str) -> AutoencoderKL:
         from lora_trainer.bases.single_file import locate_vae
         from lora_trainer.files.kinds import Part
 
-        locate = locate_vae(Part({}, ""), len(configs["vae"]["block_out_channels"]))
+        locate = locate_vae(Part({}, ""), configs["vae"])
         state = {locate(key)[0].key: value for key, value in state.items()}
     save_file(state, path)
     return vae
@@ -335,7 +335,7 @@ def test_a_wrong_file_in_the_vae_slot_is_named(tmp_path: Path, name: str, like: 
 
 def test_a_vae_with_other_channels_is_refused(tmp_path: Path) -> None:
     write_single_file(tmp_path / "m.safetensors", "sd1")
-    vae = components.build_vae(tiny_configs("sd1", 600)["vae"] | {"latent_channels": 16})
+    vae = components.BUILDERS["vae"](tiny_configs("sd1", 600)["vae"] | {"latent_channels": 16})
     save_file(vae.state_dict(), tmp_path / "vae.safetensors")
     with pytest.raises(SourceError, match="o VAE tem 16 canais e o modelo espera 4"):
         opened(tmp_path / "m.safetensors", vae=str(tmp_path / "vae.safetensors"))
@@ -354,7 +354,7 @@ def test_a_vae_of_another_family_is_refused_where_it_tells(tmp_path: Path, base:
         write_folder(path, other)
     else:
         factor = 0.13025 if other == "sdxl" else 0.18215
-        vae = components.build_vae(tiny_configs(other, 600)["vae"] | {"scaling_factor": factor})
+        vae = components.BUILDERS["vae"](tiny_configs(other, 600)["vae"] | {"scaling_factor": factor})
         mark = {"sd1": "v1", "sd2": "v2-512", "sdxl": "xl-v1-base"}[other]
         if kind == "vae folder":
             vae.save_pretrained(path)  # type: ignore[operator]

@@ -16,7 +16,8 @@ from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.diffusion.transformer import TransformerFamily
 from lora_trainer.engine.tracker import MemoryTracker
 from lora_trainer.errors import ConfigError, SourceError
-from lora_trainer.families import family_class, resolve
+from lora_trainer.families import resolve
+from lora_trainer.files.kinds import signatures
 
 CPU = torch.device("cpu")
 
@@ -91,7 +92,7 @@ def test_options_of_other_families_are_refused(name):
             opened(bases.plain(name), **option)
     with pytest.raises(ConfigError, match="maximo_tokens"):
         resolve(ModelConfig(**bases.plain(name)), DataConfig(max_caption_tokens=75))
-    for tokens in family_class(name).signature.caption_tokens:  # all that the message offers can be written
+    for tokens in signatures()[name].caption_tokens:  # all that the message offers can be written
         assert DataConfig(max_caption_tokens=tokens).max_caption_tokens == tokens
 
 

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from ...bases import stored as _stored
 from ...bases.gguf import GgufWeights, parameter_pieces
-from ...bases.weights import Piece, Weights
+from ...bases.weights import Piece
 from ...config.names import shown
 from ...config.schema import ModelConfig
 from ...errors import SourceError, t
 from ...files.gguf_config import transformers_config
-from ...files.gguf_reader import is_gguf, open_gguf
 from ...files.sources import Source
 from . import weights as _lm_weights
 
@@ -72,7 +71,7 @@ class SafetensorsBase(Base):
         stored = _stored_config(source, settings)
         _refuse_quantised(stored, source)
         self.config = _typed_config(stored, source)
-        self.weights = _weights(source)
+        self.weights = _stored.open_weights(source)
         model = _first_build(self.config, source)
         _check_trainable(model, source)
         if _lm_weights.is_untied(model, self.weights):
@@ -113,7 +112,8 @@ class GgufBase(Base):
 
     def __init__(self, source: Source, *, unpacked: bool = False) -> None:
         self.source = source
-        self.weights = GgufWeights(open_gguf(source.path, source.what))
+        assert source.gguf is not None
+        self.weights = GgufWeights(source.gguf)
         self.config = transformers_config(self.weights.file, source.what)
         model = _lm_weights.build(self.config, torch.bfloat16)
         _check_trainable(model, source)
@@ -157,17 +157,7 @@ class GgufBase(Base):
 
 
 def open_base(source: Source, settings: ModelConfig) -> Base:
-    return GgufBase(source) if is_gguf_source(source) else SafetensorsBase(source, settings)
-
-
-def is_gguf_source(source: Source) -> bool:
-    return source.kind == "file" and source.path.is_file() and is_gguf(source.path)
-
-
-def _weights(source: Source) -> Weights:
-    if source.kind == "file":
-        return Weights({source.path: source.header})
-    return Weights.open(source.weight_files(""), source.what)
+    return GgufBase(source) if source.gguf is not None else SafetensorsBase(source, settings)
 
 
 def _stored_config(source: Source, settings: ModelConfig) -> dict[str, Any]:

@@ -16,22 +16,18 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from ...bases.architecture import shipped_folder
-from ...bases.refusal import refusal
 from ...config.names import shown
 from ...config.schema import Config, DataConfig, ModelConfig, TrainingConfig
+from ...engine.host import compute_device
 from ...errors import ConfigError
-from ...files.arch import releases
 from ...files.gguf_names import ARCHITECTURES
-from ...files.gguf_reader import open_gguf
 from ...files.gguf_tokenizer import tokenizer as tokenizer_of
 from ...files.sources import Source
 from ...seam.family import Batch, BlockGroup, Family, Prepare
 from ...seam.readers import LANGUAGE_MODELS
 from . import loss as _lm_loss
 from .attention import IMPLEMENTATION, Texts, texts_of
-from .base import Base, is_gguf_source, load_tokenizer, open_base
-from .signature import SIGNATURE
+from .base import Base, load_tokenizer, open_base
 
 PART = "language_model"
 PROBE_TOKENS = 16
@@ -45,11 +41,11 @@ _NOT_EXPERTS = r"(?!.*\.experts\.)"
 
 class CausalLM(Family):
     sizes: ClassVar = {2.0: "qwen3-1.7b", 5.0: "qwen3-4b", 10.0: "llama-3.1-8b", 16.0: "qwen3-14b", 40.0: "qwen3-32b"}
+    usual_release = "llama-3.2-1b"
     learns_from = "texts"
     formats = LANGUAGE_MODELS
     name = "causal_lm"
     title = "causal LM"
-    signature = SIGNATURE
     lora_targets: ClassVar[dict[str, str]] = {
         "attention": rf"{_LAYER}{_ATTENTION}\..+",
         "attention+mlp": rf"{_NOT_EXPERTS}{_LAYER}(?:{_ATTENTION}|mlp|feed_forward|shared_experts?)\..+",
@@ -66,18 +62,12 @@ class CausalLM(Family):
 
     @classmethod
     def takes(cls, source: Source) -> bool:
-        if is_gguf_source(source):
-            return open_gguf(source.path, source.what).architecture in ARCHITECTURES
+        if source.gguf is not None:
+            return source.gguf.architecture in ARCHITECTURES
         return super().takes(source)
 
     @classmethod
-    def shipped_architecture(cls) -> Path:
-        return shipped_folder("llama-3.2-1b")
-
-    @classmethod
     def open(cls, source: Source, settings: ModelConfig, max_caption_tokens: int | None = None) -> "CausalLM":
-        if not is_gguf_source(source) and not cls.takes(source):
-            raise refusal(source)
         if settings.train_text_encoder:
             raise _no_text_encoder()
         return cls(source, settings, open_base(source, settings))
@@ -90,8 +80,8 @@ class CausalLM(Family):
 
     def tokenizer(self) -> Any:
         """From the folder that the user names, the GGUF file, or the base's own folder; SourceError where there is none."""
-        if not self.settings.tokenizer and is_gguf_source(self.source):
-            return tokenizer_of(open_gguf(self.source.path, self.source.what))
+        if not self.settings.tokenizer and self.source.gguf is not None:
+            return tokenizer_of(self.source.gguf)
         where = Path(self.settings.tokenizer) if self.settings.tokenizer else self.source.path
         return load_tokenizer(where, self.source)
 
@@ -188,8 +178,8 @@ class CausalLM(Family):
         try:
             with _cached_attention(lm):
                 out = lm.generate(
-                    input_ids=ids.to(_device(model)),
-                    attention_mask=seen.to(_device(model)),
+                    input_ids=ids.to(compute_device(model)),
+                    attention_mask=seen.to(compute_device(model)),
                     max_new_tokens=most,
                     do_sample=False,
                     use_cache=True,
@@ -204,7 +194,7 @@ class CausalLM(Family):
 
     def probe(self, model: nn.ModuleDict) -> Tensor:
         """Logits (1, L, V), float32, of a fixed random text."""
-        device = _device(model)
+        device = compute_device(model)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.config.vocab_size, (1, PROBE_TOKENS), generator=generator).to(device)
         batch = {"input_ids": ids, "position_ids": torch.arange(PROBE_TOKENS, device=device)[None]}
@@ -216,11 +206,6 @@ class CausalLM(Family):
 
     def metadata(self) -> dict[str, str]:
         return {"base_model": self.source.title(), "model_type": str(self.config.model_type)}
-
-
-def shapes() -> list[str]:
-    """Names of the popular models whose shape is shipped."""
-    return releases("causal_lm")
 
 
 @contextmanager
@@ -244,12 +229,6 @@ def _layers(model: Any) -> nn.ModuleList:
     found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     assert found, "a decoder without a list of layers"
     return found[0]
-
-
-def _device(model: nn.ModuleDict) -> torch.device:
-    """Where the model computes: where those of its weights are that do not live in host memory."""
-    resident = (m for m in model.modules() if not hasattr(m, "home"))
-    return next(p.device for m in resident for p in m._parameters.values() if p is not None)
 
 
 def _cannot_pack(config: Any) -> ConfigError:

@@ -7,10 +7,10 @@ that one adds 1 to the scores of real tokens instead of hiding the others (diffu
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...bases import tokenizers
 from ...bases.components import Networks
@@ -23,11 +23,9 @@ from ...diffusion.transformer import Fit, TransformerFamily, targets
 from ...files.sources import Source
 from ...seam.family import Batch
 from ...seam.readers import KOHYA_WITHOUT_DIFFUSERS, TRANSFORMERS
-from ...seam.slots import Slot
 from ..flux import names
 from ..flux.family import ATTENTION, BLOCK, MLP
 from .network import build
-from .signature import SIGNATURE
 
 TOKENS = 512
 
@@ -35,7 +33,6 @@ TOKENS = 512
 class Chroma(TransformerFamily):
     name = "chroma"
     title = "Chroma"
-    signature = SIGNATURE
     pipeline = "ChromaPipeline"
     model_spec = base_version = "chroma"
     masked = True
@@ -45,6 +42,7 @@ class Chroma(TransformerFamily):
     timestep_sampling = "parabola"
     training_shift = 1.0
     network = Transformer(build, names.derive)
+    original = names.CHROMA
     slots = (replace(T5_XXL, part="text_encoder"), VAE)
     fits = (Fit("text_encoder", "d_model", "joint_attention_dim"), Fit("vae", "latent_channels", "in_channels", PATCH**2))
     block_lists: ClassVar = {"double": "transformer_blocks", "single": "single_transformer_blocks"}
@@ -54,18 +52,13 @@ class Chroma(TransformerFamily):
 
     def __init__(self, source: Source, settings: ModelConfig, networks: Networks, tokens: int | None) -> None:
         super().__init__(source, settings, networks, tokens)
-        self.width = int(self.config["attention_head_dim"]) * int(self.config["num_attention_heads"])
-        self.places = names.CHROMA.places_of(self.config)
-        self.kohya_slots = self._kohya_slot
         self.formats = TRANSFORMERS if self.width == names.RELEASED_WIDTH else KOHYA_WITHOUT_DIFFUSERS
 
     def open_reader(self, networks: Networks, tokens: int | None) -> T5:
         t5 = tokenizers.find_t5_tokenizer(self.source, self.settings.tokenizer, "tokenizer")
         return T5(t5, tokens or TOKENS, padding=1)
 
-    def predict(self, model: nn.ModuleDict, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        batch = self.with_prompts(model, batch)
-        transformer = cast(Any, model["transformer"])
+    def answer(self, transformer: Any, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         dtype, (height, width) = transformer.x_embedder.weight.dtype, x_t.shape[-2:]
         tokens, mask = pack(x_t.to(dtype)), batch.get(MASK)
         predicted: Tensor = transformer(
@@ -77,9 +70,6 @@ class Chroma(TransformerFamily):
             attention_mask=None if mask is None else torch.cat([mask, mask.new_ones(tokens.shape[:2])], 1),
         ).sample
         return unpack(predicted, height, width)
-
-    def _kohya_slot(self, path: str) -> Slot | None:
-        return self.places.slot(path.removeprefix("transformer."), self.width)
 
 
 FAMILY = Chroma

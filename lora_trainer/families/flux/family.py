@@ -6,11 +6,11 @@ is distilled: guidance is an input, and training tells it `treino.orientacao` (1
 does it.
 """
 
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from diffusers import FluxTransformer2DModel
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...bases import tokenizers
 from ...bases.components import Networks
@@ -25,7 +25,6 @@ from ...seam.family import Batch
 from ...seam.readers import KOHYA_WITHOUT_DIFFUSERS, TRANSFORMERS
 from ...seam.slots import Slot
 from . import names
-from .signature import SIGNATURE
 from .variant import refuse_controls, schnell_notice
 
 DEV_TOKENS, SCHNELL_TOKENS = 512, 256
@@ -38,7 +37,6 @@ MLP = r"ff(?:_context)?\.net\.(?:0\.proj|2)|proj_mlp|proj_out"
 class Flux(TransformerFamily):
     name = "flux"
     title = "FLUX.1"
-    signature = SIGNATURE
     pipeline = "FluxPipeline"
     base_version = "flux1"
     side_multiple = 16
@@ -48,6 +46,7 @@ class Flux(TransformerFamily):
     patch = PATCH
     pooled_width = "pooled_projection_dim"
     network = Transformer(FluxTransformer2DModel.from_config, names.derive)
+    original = names.FLUX
     slots = (CLIP_L, T5_XXL, VAE)
     fits = (
         Fit("text_encoder", "hidden_size", "pooled_projection_dim"),
@@ -62,9 +61,6 @@ class Flux(TransformerFamily):
         self.guided = bool(networks.components["transformer"].config.get("guidance_embeds"))
         super().__init__(source, settings, networks, tokens)
         self.model_spec = f"flux-1-{'dev' if self.guided else 'schnell'}"
-        self.width = int(self.config["attention_head_dim"]) * int(self.config["num_attention_heads"])
-        self.places = names.FLUX.places_of(self.config)
-        self.kohya_slots = self._kohya_slot
         self.formats = TRANSFORMERS if self.width == names.RELEASED_WIDTH else KOHYA_WITHOUT_DIFFUSERS
         if not self.guided:
             self.usual_steps = SCHNELL_STEPS
@@ -75,15 +71,12 @@ class Flux(TransformerFamily):
         t5 = tokenizers.find_t5_tokenizer(self.source, self.settings.tokenizer, "tokenizer_2")
         return ClipAndT5(t5, tokens or (DEV_TOKENS if self.guided else SCHNELL_TOKENS), clip)
 
-    def predict(self, model: nn.ModuleDict, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        batch = self.with_prompts(model, batch)
-        transformer = cast(Any, model["transformer"])
+    def answer(self, transformer: Any, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         dtype, (height, width) = transformer.x_embedder.weight.dtype, x_t.shape[-2:]
-        guidance = batch.get("guidance", torch.full_like(timesteps, self.training_guidance, dtype=torch.float32))
         predicted: Tensor = transformer(
             hidden_states=pack(x_t.to(dtype)),
             timestep=timesteps.to(dtype) / 1000,
-            guidance=guidance if self.guided else None,
+            guidance=self.guidance(timesteps, batch),
             pooled_projections=batch["pooled_embeds"].to(dtype),
             encoder_hidden_states=batch["prompt_embeds"].to(dtype),
             txt_ids=torch.zeros(batch["prompt_embeds"].shape[1], 3, device=x_t.device),
@@ -91,8 +84,8 @@ class Flux(TransformerFamily):
         ).sample
         return unpack(predicted, height, width)
 
-    def _kohya_slot(self, path: str) -> Slot | None:
-        slot = self.places.slot(path.removeprefix("transformer."), self.width)
+    def kohya_slots(self, path: str) -> Slot | None:
+        slot = super().kohya_slots(path)
         return slot if slot is not None and not slot.swapped else None  # diffusers' reader exchanges no halves
 
 

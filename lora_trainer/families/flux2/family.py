@@ -24,7 +24,6 @@ from ...seam.family import Batch
 from ...seam.slots import Slot
 from . import names, vae, variant
 from .captions import ThreeLayers
-from .signature import SIGNATURE
 
 TOKENS = 512
 DISTILLED_STEPS = 4
@@ -40,7 +39,6 @@ def build(config: Mapping[str, Any]) -> nn.Module:
 class Flux2(TransformerFamily):
     name = "flux2"
     title = "FLUX.2"
-    signature = SIGNATURE
     pipeline = "Flux2Pipeline"
     loader_kinds = ("lora", "lokr")
     base_version = "flux2"
@@ -50,6 +48,7 @@ class Flux2(TransformerFamily):
     patch = 1
     sizes: ClassVar = {5.0: "flux2", 10.0: "flux2_klein_9b", 40.0: "flux2_dev"}
     network = Transformer(build, names.derive)
+    original = names.FLUX2
     fits = (
         Fit("text_encoder", "hidden_size", "joint_attention_dim", 3),
         Fit("vae", "latent_channels", "in_channels", vae.CELL),
@@ -71,9 +70,6 @@ class Flux2(TransformerFamily):
         super().__init__(source, settings, networks, tokens)
         self.model_spec = f"flux-2-{self.release.variant}"
         self.guided = bool(self.config.get("guidance_embeds", True))
-        self.width = int(self.config["attention_head_dim"]) * int(self.config["num_attention_heads"])
-        self.places = names.FLUX2.places_of(self.config)
-        self.kohya_slots = self._kohya_slot
         few_steps = None if self.guided else variant.told_distilled(source)
         self.distilled = self.guided or bool(few_steps)
         if few_steps:
@@ -92,15 +88,12 @@ class Flux2(TransformerFamily):
         tokenizer = variant.find_tokenizer(self.source, self.settings, self.release)
         return ThreeLayers(tokenizer, tokens or TOKENS, self.release)
 
-    def predict(self, model: nn.ModuleDict, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        batch = self.with_prompts(model, batch)
-        transformer = cast(Any, model["transformer"])
+    def answer(self, transformer: Any, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         dtype, (height, width) = transformer.x_embedder.weight.dtype, x_t.shape[-2:]
-        guidance = batch.get("guidance", torch.full_like(timesteps, self.training_guidance, dtype=torch.float32))
         predicted: Tensor = transformer(
             hidden_states=x_t.to(dtype).flatten(2).transpose(1, 2),
             timestep=timesteps.to(dtype) / 1000,
-            guidance=guidance if self.guided else None,
+            guidance=self.guidance(timesteps, batch),
             encoder_hidden_states=batch["prompt_embeds"].to(dtype),
             txt_ids=text_positions(batch["prompt_embeds"].shape[1], x_t.device),
             img_ids=positions(height, width, x_t.device),
@@ -110,10 +103,9 @@ class Flux2(TransformerFamily):
     def sampling_mu(self, steps: int, shape: torch.Size) -> float:
         return empirical_mu(shape[-2] * shape[-1], steps)
 
-    def _kohya_slot(self, path: str) -> Slot | None:
-        if "_blocks." not in path:  # what lies outside the blocks, diffusers' reader drops in part
-            return None
-        return self.places.slot(path.removeprefix("transformer."), self.width)
+    def kohya_slots(self, path: str) -> Slot | None:
+        """None outside the blocks, of which diffusers' reader drops a part."""
+        return super().kohya_slots(path) if "_blocks." in path else None
 
 
 def positions(rows: int, columns: int, device: torch.device) -> Tensor:

@@ -1,12 +1,12 @@
 """A tiny FLUX.2 for tests: klein, base or distilled, with a Qwen3 of 28 layers, and dev with a Mistral of 31."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from ...bases.tiny import Encoder, Numbers, Tiny
-from ...bases.weights import Locate
+from ...bases.tiny import Encoder, Tiny
 from ...files.kinds import Part
 from . import names, vae
 
@@ -14,10 +14,6 @@ TRANSFORMER = {
     "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 32, "num_attention_heads": 2,
     "joint_attention_dim": 96, "axes_dims_rope": [8] * 4,
 }  # fmt: skip
-
-
-def locate_vae(config: Numbers) -> Locate:
-    return vae.locate_original(Part({}, ""), len(config["block_out_channels"]))
 
 
 def draw_statistics(modules: dict[str, Any]) -> None:
@@ -36,7 +32,7 @@ TINY = Tiny(
     narrow={"num_layers": 3, "num_single_layers": 4, "num_attention_heads": 2},
     gguf="flux",
     places=names.FLUX2.places_of,
-    locate_vae=locate_vae,
+    locate_vae=partial(vae.locate_original, Part({}, "")),
     vae_file="flux2-vae",
     finish=draw_statistics,
 )

@@ -42,14 +42,14 @@ def describe(part: Part, standard: Config) -> tuple[Config, Locate]:
             shown("model", "vae"),
         )  # fmt: skip
     if "encoder.down.0.block.0.conv1.weight" not in part:
-        config = architecture.derive_diffusers_vae(part.header, standard, shown("model", "vae"))
+        config = architecture.derive_diffusers_vae(Part(part.header, ""), standard)
         widths = _widths(part, "decoder.up_blocks.{}.resnets.0.conv1.weight")[::-1]
-        return _with_decoder(config, widths), single_file.locate_diffusers_vae()
+        return _with_decoder(config, widths), single_file.locate_diffusers_vae
     config = architecture.derive_vae(part, standard)
     for layer, inside in _INSIDE.items():
         config[f"use_{layer}"] = f"{inside}.weight" in part or f"{layer}.weight" in part
     widths = _widths(part, "decoder.up.{}.block.0.conv1.weight")
-    return _with_decoder(config, widths), locate_original(part, len(config["block_out_channels"]))
+    return _with_decoder(config, widths), locate_original(part, config)
 
 
 def _widths(part: Part, pattern: str) -> list[int]:
@@ -61,8 +61,8 @@ def _with_decoder(config: Config, widths: list[int]) -> Config:
     return config if widths == config["block_out_channels"] else config | {"decoder_block_out_channels": widths}
 
 
-def locate_original(part: Part, levels: int) -> Locate:
-    usual = single_file.locate_vae(part, levels)
+def locate_original(part: Part, config: Mapping[str, Any]) -> Locate:
+    usual = single_file.locate_vae(part, config)
 
     def pieces(name: str) -> list[Piece]:
         layer, _, leaf = name.rpartition(".")
@@ -72,7 +72,7 @@ def locate_original(part: Part, levels: int) -> Locate:
 
 
 VAE = Slot(
-    "vae", kinds.VAE, "VAE (flux2-vae.safetensors)", ("vae.",), build, describe, single_file.locate_diffusers_vae(),
+    "vae", kinds.VAE, "VAE (flux2-vae.safetensors)", ("vae.",), build, describe, single_file.locate_diffusers_vae,
 )  # fmt: skip
 
 

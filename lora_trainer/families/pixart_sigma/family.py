@@ -7,9 +7,9 @@ PixArtSigmaPipeline does it, but for its cleaning of captions (URLs, punctuation
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...bases import tokenizers
 from ...bases.components import Networks
@@ -21,10 +21,8 @@ from ...diffusion.transformer import Fit, TransformerFamily, targets
 from ...files.sources import Source
 from ...seam.family import Batch, Example
 from ...seam.readers import Readers
-from ...seam.slots import Slot
 from . import names
 from .network import build, sizes
-from .signature import SIGNATURE
 
 TOKENS = 300
 FORMATS: Readers = {"diffusers": ("ComfyUI",), "kohya": ("ComfyUI",)}
@@ -39,7 +37,6 @@ class LowerCase(T5):
 class PixArtSigma(TransformerFamily):
     name = "pixart_sigma"
     title = "PixArt-Sigma"
-    signature = SIGNATURE
     pipeline = "PixArtSigmaPipeline"
     formats = FORMATS
     model_spec, base_version = "pixart-sigma", "pixart_sigma"
@@ -58,15 +55,13 @@ class PixArtSigma(TransformerFamily):
 
     def __init__(self, source: Source, settings: ModelConfig, networks: Networks, tokens: int | None) -> None:
         super().__init__(source, settings, networks, tokens)
-        self.places, self.kohya_slots = names.places(int(self.config["num_layers"])), self._kohya_slot
+        self.places = names.places(int(self.config["num_layers"]))
 
     def open_reader(self, networks: Networks, tokens: int | None) -> LowerCase:
         t5 = tokenizers.find_t5_tokenizer(self.source, self.settings.tokenizer, "tokenizer")
         return LowerCase(t5, tokens or TOKENS)
 
-    def predict(self, model: nn.ModuleDict, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        batch = self.with_prompts(model, batch)
-        transformer = cast(Any, model["transformer"])
+    def answer(self, transformer: Any, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         latents: Tensor = x_t.to(transformer.pos_embed.proj.weight.dtype)
         answer: Tensor = transformer(
             hidden_states=latents,
@@ -76,10 +71,6 @@ class PixArtSigma(TransformerFamily):
             encoder_attention_mask=batch.get(MASK),
         ).sample
         return answer[:, : x_t.shape[1]]
-
-    def _kohya_slot(self, path: str) -> Slot | None:
-        width = int(self.config["attention_head_dim"]) * int(self.config["num_attention_heads"])
-        return self.places.slot(path.removeprefix("transformer."), width)
 
 
 FAMILY = PixArtSigma

@@ -5,9 +5,8 @@ Qwen2.5-VL reads the caption inside a template, whose first tokens are dropped f
 and masked. Previews with guidance keep the length of the answer with the prompt. All as diffusers' QwenImagePipeline does it.
 """
 
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from ...bases.components import Networks
@@ -20,12 +19,11 @@ from ...diffusion.packing import pack, unpack
 from ...diffusion.prompts import MASK
 from ...diffusion.transformer import Fit, TransformerFamily, targets
 from ...files.sources import Source
-from ...seam.family import Batch, Prepare
+from ...seam.family import Batch
 from ...seam.slots import Slot, flat
 from . import vae
 from .names import PATCH, build, derive
 from .network import keep_in_range
-from .signature import SIGNATURE
 from .variant import refuse_variants
 
 TOKENS = 512
@@ -46,7 +44,6 @@ QWEN2_5_VL = llm_text.language_slot(
 class QwenImage(TransformerFamily):
     name = "qwen_image"
     title = "Qwen-Image"
-    signature = SIGNATURE
     pipeline = "QwenImagePipeline"
     model_spec, base_version = "qwen-image", "qwen_image"
     masked = True
@@ -69,23 +66,15 @@ class QwenImage(TransformerFamily):
         refuse_variants(networks, source)
         super().__init__(source, settings, networks, tokens)
         self.latent_facts = ()
-        self.kohya_slots = _kohya_slot
 
     def open_reader(self, networks: Networks, tokens: int | None) -> LanguageModel:
         tokenizer = find_llm_tokenizer(self.source, self.settings.tokenizer, "tokenizer", QWEN2_PLACES, "Qwen2.5")
         return LanguageModel(tokenizer, tokens or TOKENS, (TEMPLATE,), LAYER, DROPPED, around=(AFTER,))
 
-    def load_model(
-        self, device: torch.device, dtype: torch.dtype, *, with_text: bool = False, prepare: Prepare | None = None
-    ) -> nn.ModuleDict:
-        model = super().load_model(device, dtype, with_text=with_text, prepare=prepare)
-        if dtype is torch.float16:
-            keep_in_range(model["transformer"])
-        return model
+    def keep_in_range(self, transformer: nn.Module) -> None:
+        keep_in_range(transformer)
 
-    def predict(self, model: nn.ModuleDict, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        batch = self.with_prompts(model, batch)
-        transformer = cast(Any, model["transformer"])
+    def answer(self, transformer: Any, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         dtype, (height, width) = transformer.img_in.weight.dtype, x_t.shape[-2:]
         predicted: Tensor = transformer(
             hidden_states=pack(x_t.to(dtype)),
@@ -102,9 +91,8 @@ class QwenImage(TransformerFamily):
         tokens = pack(guided)
         return unpack(tokens * (length / tokens.norm(dim=-1, keepdim=True)), *with_prompt.shape[-2:])
 
-
-def _kohya_slot(path: str) -> Slot:
-    return Slot(flat(path.removeprefix("transformer.")))
+    def kohya_slots(self, path: str) -> Slot:
+        return Slot(flat(path.removeprefix("transformer.")))
 
 
 FAMILY = QwenImage

@@ -14,12 +14,25 @@ from ...files.kinds import Part, find_part
 PATCH = 2
 
 
-class Positions(nn.Module):
-    """diffusers' QwenEmbedRope without the table that it keeps outside its state: angles are made where they are wanted."""
+class Rotary(nn.Module):
+    """Rotary positions of several axes, without a table: angles are made where they are wanted."""
 
     def __init__(self, axes: Sequence[int], theta: float = 10000.0) -> None:
         super().__init__()
         self.axes, self.theta = tuple(axes), theta
+
+    def turned(self, places: Sequence[Tensor]) -> Tensor:
+        """Places along each axis (…, tokens) -> complex (…, tokens, head / 2)."""
+        axes = zip(places, self.axes, strict=True)
+        angle = torch.cat([place.float()[..., None] * self._frequencies(axis, place.device) for place, axis in axes], -1)
+        return torch.polar(torch.ones_like(angle), angle)
+
+    def _frequencies(self, axis: int, device: torch.device) -> Tensor:
+        return 1.0 / torch.pow(self.theta, torch.arange(0, axis, 2, device=device).to(torch.float32).div(axis))
+
+
+class Positions(Rotary):
+    """diffusers' QwenEmbedRope without the table that it keeps outside its state."""
 
     def forward(self, shapes: Any, device: torch.device, max_txt_seq_len: int) -> tuple[Tensor, Tensor]:
         """Complex (H · W, D/2) of the picture's tokens and (L, D/2) of the text's; shapes: [[(1, H, W)], …]."""
@@ -28,15 +41,7 @@ class Positions(nn.Module):
         frame = torch.zeros(height * width, device=device, dtype=torch.int64)
         picture = (frame, row[:, None].expand(height, width).reshape(-1), column[None].expand(height, width).reshape(-1))
         text = torch.arange(max_txt_seq_len, device=device) + max(height // 2, width // 2)
-        return self._turned(picture), self._turned((text,) * 3)
-
-    def _turned(self, places: Sequence[Tensor]) -> Tensor:
-        axes = zip(places, self.axes, strict=True)
-        joined = torch.cat([torch.outer(place.float(), self._frequencies(axis, place.device)) for place, axis in axes], 1)
-        return torch.polar(torch.ones_like(joined), joined)
-
-    def _frequencies(self, axis: int, device: torch.device) -> Tensor:
-        return 1.0 / torch.pow(self.theta, torch.arange(0, axis, 2, device=device).to(torch.float32).div(axis))
+        return self.turned(picture), self.turned((text,) * 3)
 
 
 def build(config: Mapping[str, Any]) -> nn.Module:

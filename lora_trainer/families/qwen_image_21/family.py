@@ -5,17 +5,15 @@ layer makes of it, before the final norm, is what the transformer sees, without 
 the weights: previews have none unless asked. All as diffusers' QwenImage21Pipeline does it. Left out: pictures as a condition.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, ClassVar, cast
+from importlib import import_module
+from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...bases import architecture
 from ...bases.components import Networks
 from ...bases.llm_tokenizers import QWEN3_VL_PLACES, find_llm_tokenizer
-from ...bases.parts import Config, Transformer
-from ...bases.weights import Locate
+from ...bases.parts import Transformer
 from ...config.schema import ModelConfig
 from ...diffusion import llm_text
 from ...diffusion.captions import LanguageModel, count_tokens
@@ -27,7 +25,6 @@ from ...seam.family import Batch
 from ...seam.readers import KOHYA_WITHOUT_DIFFUSERS
 from ...seam.slots import Slot, flat
 from . import vae
-from .signature import SIGNATURE
 from .variant import refuse_unknown, tower_notice, turbo_levels, turbo_notice
 
 TOKENS = 512
@@ -43,25 +40,10 @@ QWEN3_VL = llm_text.language_slot(
 UNSHIFTED = {"use_dynamic_shifting": False, "shift": 1.0, "shift_terminal": None}
 
 
-def build(config: Mapping[str, Any]) -> nn.Module:
-    with _known():
-        from .names import build
-
-    return build(config)
-
-
-def derive(header: Mapping[str, Any], standard: Config) -> tuple[Config, Locate]:
-    with _known():
-        from .names import derive
-
-    return derive(header, standard)
-
-
-@contextmanager
-def _known() -> Iterator[None]:
-    """Around the import of the transformer, which not every diffusers has."""
+def _names() -> Any:
+    """The module of the transformer, which not every diffusers has."""
     try:
-        yield
+        return import_module(".names", __package__)
     except (ImportError, RuntimeError) as error:
         raise MachineError(
             t(pt="o diffusers instalado não conhece o Qwen-Image 2.1", en="the installed diffusers does not know Qwen-Image 2.1"),
@@ -73,7 +55,6 @@ def _known() -> Iterator[None]:
 class QwenImage21(TransformerFamily):
     name = "qwen_image_21"
     title = "Qwen-Image 2.1"
-    signature = SIGNATURE
     pipeline = "QwenImage21Pipeline"
     model_spec, base_version = "qwen-image-2.1", "qwen_image_21"
     masked = True
@@ -83,7 +64,9 @@ class QwenImage21(TransformerFamily):
     formats = KOHYA_WITHOUT_DIFFUSERS  # diffusers' reader knows the first Qwen-Image's layers only
     patch = 1
     training_shift = "resolution"
-    network = Transformer(build, derive)
+    network = Transformer(
+        lambda config: _names().build(config), lambda header, standard: _names().derive(header, standard)
+    )
     slots = (QWEN3_VL, vae.QWEN_21_VAE)
     fits = (Fit("text_encoder", "hidden_size", "context_in_dim"), Fit("vae", "z_dim", "in_channels"))
     latents = vae.LATENTS
@@ -96,11 +79,7 @@ class QwenImage21(TransformerFamily):
         refuse_unknown(networks.components, source)
         super().__init__(source, settings, networks, tokens)
         self.latent_facts = ()
-        width = int(self.config["num_attention_heads"]) * int(self.config["attention_head_dim"])
-        self.inner, self.kohya_slots = width * int(self.config["mlp_ratio"]), self._kohya_slot
-        with _known():
-            from .names import QWEN_21
-        self.places = QWEN_21.places_of(self.config)
+        self.places = _names().QWEN_21.places_of(self.config)
         self.notices += tower_notice(self.components["text_encoder"])
         self.levels = turbo_levels(source)
         if self.levels:
@@ -116,19 +95,17 @@ class QwenImage21(TransformerFamily):
             empty=" ", around=(USER.format(""), AFTER),
         )  # fmt: skip
 
-    def predict(self, model: nn.ModuleDict, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        batch = self.with_prompts(model, batch)
-        transformer = cast(Any, model["transformer"])
+    def answer(self, transformer: Any, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         dtype, size = transformer.img_in.weight.dtype, tuple(x_t.shape[-2:])
         text, mask = batch["prompt_embeds"].to(dtype), batch.get(MASK)
         tokens = x_t.to(dtype).flatten(2).transpose(1, 2)
         predicted: Tensor = transformer(tokens, timesteps.to(dtype) / 1000, text, mask, size)
         return predicted.transpose(1, 2).unflatten(2, size)
 
-    def _kohya_slot(self, path: str) -> Slot:
+    def kohya_slots(self, path: str) -> Slot:
         """As ComfyUI and musubi-tuner have it, whose gate and value are one matrix."""
         layer = path.removeprefix("transformer.")
-        return self.places.slot(layer, self.inner) or Slot(flat(layer))
+        return self.places.slot(layer, self.width * int(self.config["mlp_ratio"])) or Slot(flat(layer))
 
 
 FAMILY = QwenImage21

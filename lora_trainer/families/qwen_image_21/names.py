@@ -7,7 +7,7 @@ In a single file gate and value of the MLP may be one matrix, as ComfyUI keeps t
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...bases.originals import Original, spelled
 from ...bases.parts import Config
 from ...bases.weights import Locate
+from ..qwen_image.names import Rotary
 
 SHRUNK = 2.0**-5
 _FUSED = "transformer_blocks.{}.img_mlp.gate_up.weight"
@@ -92,13 +93,9 @@ def rotated(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.view_as_real(pairs * rotation[:, :, None]).flatten(3).type_as(x)
 
 
-class Positions(nn.Module):
+class Positions(Rotary):
     """QwenImage21Rope without its tables. Words count along all three axes; the picture stands behind the last word on the
     first, and its rows and columns are counted from its middle."""
-
-    def __init__(self, axes: Sequence[int], theta: float = 10000.0) -> None:
-        super().__init__()
-        self.axes, self.theta = tuple(axes), theta
 
     def forward(self, length: int, mask: Tensor | None, size: tuple[int, int], device: torch.device) -> Tensor:
         """Complex (B, L + H · W, head / 2); B is 1 where all captions are `length` long."""
@@ -109,15 +106,7 @@ class Positions(nn.Module):
         grid = (row[:, None].expand(height, width).reshape(-1), column[None].expand(height, width).reshape(-1))
         count = len(lengths)
         places = [lengths[:, None].expand(count, height * width), *(places.expand(count, -1) for places in grid)]
-        angles = [
-            torch.cat([words.expand(count, length), place], 1).float()[..., None] * self._frequencies(axis, device)
-            for place, axis in zip(places, self.axes, strict=True)
-        ]
-        angle = torch.cat(angles, -1)
-        return torch.polar(torch.ones_like(angle), angle)
-
-    def _frequencies(self, axis: int, device: torch.device) -> Tensor:
-        return 1.0 / torch.pow(self.theta, torch.arange(0, axis, 2, device=device).to(torch.float32).div(axis))
+        return self.turned([torch.cat([words.expand(count, length), place], 1) for place in places])
 
 
 class NoiseLevel(nn.Module):

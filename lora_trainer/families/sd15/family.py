@@ -10,39 +10,19 @@ from typing import Any
 from torch import nn
 
 from ...bases import tokenizers
-from ...bases.components import Networks
-from ...config.names import shown
 from ...diffusion import clip_text
 from ...diffusion.unet_family import UNetFamily
-from ...errors import ConfigError, t
 from ...seam.family import Batch
-from .signature import SIGNATURE
 
 
 class SD15(UNetFamily):
     name = "sd15"
     title = "Stable Diffusion 1.x/2.x"
-    signature = SIGNATURE
+    usual_release = "sd1"
     pipeline = "StableDiffusionPipeline"
     side_multiple = 64
     upcast_vae = False
     usual_scaling = 0.18215
-
-    @classmethod
-    def check_clip_skip(cls, clip_skip: int, release: str, networks: Networks) -> None:
-        layers = int(networks.components["text_encoder"].config.get("num_hidden_layers", 12))
-        most = layers if release == "sd1" else 2
-        if clip_skip > most:
-            reason = (
-                t(pt=f"o codificador de texto tem {layers} camadas", en=f"the text encoder has {layers} layers")
-                if release == "sd1"
-                else t(pt="o SD 2.x usa sempre a penúltima camada", en="SD 2.x always uses the penultimate layer")
-            )
-            raise ConfigError(
-                t(pt=f"pular_clip: {clip_skip}, mas {reason}", en=f"clip_skip: {clip_skip}, but {reason}"),
-                t(pt="retire a chave", en="remove the key"),
-                shown("model", "clip_skip"),
-            )
 
     @property
     def layer(self) -> int:

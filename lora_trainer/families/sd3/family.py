@@ -6,9 +6,9 @@ its tokens are zeros. Noise is shifted by 3 at any size. All as diffusers' Stabl
 the text encoders, skip-layer guidance.
 """
 
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from ...bases import tokenizers
@@ -22,11 +22,9 @@ from ...errors import ConfigError, t
 from ...files.sources import Source
 from ...seam.family import Batch
 from ...seam.readers import KOHYA_WITHOUT_DIFFUSERS
-from ...seam.slots import Slot
 from . import names
 from .captions import CLIP_TOKENS, ClipsAndT5
 from .network import build
-from .signature import SIGNATURE
 from .variant import SLOTS, refuse_flux_vae, without_t5
 
 TOKENS = 256
@@ -37,7 +35,6 @@ BLOCK = r"transformer\.transformer_blocks\.\d+"
 class SD3(TransformerFamily):
     name = "sd3"
     title = "Stable Diffusion 3"
-    signature = SIGNATURE
     pipeline = "StableDiffusion3Pipeline"
     side_multiple = 16
     usual_guidance = 4.5
@@ -46,6 +43,7 @@ class SD3(TransformerFamily):
     pooled_width = "pooled_projection_dim"
     sizes: ClassVar = {3.0: "sd3", 9.0: "sd3_large"}
     network = Transformer(build, names.derive)
+    original = names.SD3
     slots = SLOTS
     fits = (
         Fit("text_encoder_2", "projection_dim", "pooled_projection_dim", beside=("text_encoder", "hidden_size")),
@@ -64,7 +62,6 @@ class SD3(TransformerFamily):
     def __init__(self, source: Source, settings: ModelConfig, networks: Networks, tokens: int | None) -> None:
         refuse_flux_vae(networks)
         super().__init__(source, settings, networks, tokens)
-        self.places, self.kohya_slots = names.SD3.places_of(self.config), self._kohya_slot
         shift = float(self.schedule_config.get("shift", 1.0))
         self.last_level = shift / (1000 + shift - 1)  # FlowMatchEulerDiscreteScheduler's sigma_min
         self.notices += [] if self.reader.t5 is not None else [without_t5()]
@@ -82,9 +79,7 @@ class SD3(TransformerFamily):
         tokenizer = clips[0].tokenizer if t5 is None else t5
         return ClipsAndT5(tokenizer, tokens or TOKENS, clips, t5, int(self.config["joint_attention_dim"]))
 
-    def predict(self, model: nn.ModuleDict, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        batch = self.with_prompts(model, batch)
-        transformer = cast(Any, model["transformer"])
+    def answer(self, transformer: Any, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         dtype, text = transformer.pos_embed.proj.weight.dtype, batch["prompt_embeds"]
         predicted: Tensor = transformer(
             hidden_states=x_t.to(dtype),
@@ -110,9 +105,6 @@ class SD3(TransformerFamily):
                 t(pt="diminua a resolução", en="lower the resolution"),
                 shown("data", "resolution"),
             )  # fmt: skip
-
-    def _kohya_slot(self, path: str) -> Slot | None:
-        return self.places.slot(path.removeprefix("transformer."), int(self.config["caption_projection_dim"]))
 
 
 FAMILY = SD3

@@ -11,13 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ...bases import tokenizers
-from ...bases.components import Networks
-from ...config.names import shown
 from ...diffusion import clip_text
 from ...diffusion.unet_family import UNetFamily
-from ...errors import ConfigError
 from ...seam.family import Batch, Example, Framing
-from .signature import SIGNATURE
 
 PENULTIMATE = 2
 
@@ -25,21 +21,9 @@ PENULTIMATE = 2
 class SDXL(UNetFamily):
     name = "sdxl"
     title = "SDXL"
-    signature = SIGNATURE
     pipeline = "StableDiffusionXLPipeline"
     side_multiple = 32
     usual_scaling = 0.13025
-
-    @classmethod
-    def check_clip_skip(cls, clip_skip: int, release: str, networks: Networks) -> None:
-        if clip_skip > PENULTIMATE:
-            raise ConfigError.said(
-                pt=f"pular_clip: {clip_skip}, mas o SDXL usa sempre a penúltima camada",
-                en=f"clip_skip: {clip_skip}, but SDXL always uses the penultimate layer",
-                hint_pt="retire a chave",
-                hint_en="remove the key",
-                where=shown("model", "clip_skip"),
-            )
 
     def tokenizers(self) -> list[Any]:
         return [f"{tokenizers.fingerprint(chunks.tokenizer)}{chunks.count}" for chunks in self.chunks]

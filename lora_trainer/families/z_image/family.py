@@ -8,7 +8,7 @@ training as the authors drew them (arXiv 2511.22699, section 4.3): logit-normal,
 """
 
 import re
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,10 @@ from ...diffusion.prompts import MASK
 from ...diffusion.transformer import Fit, TransformerFamily, targets
 from ...engine.host import is_fake
 from ...files.sources import Source
-from ...seam.family import Batch, Prepare
+from ...seam.family import Batch
 from ...seam.slots import Slot, flat
 from . import names
 from .network import build, keep_in_range
-from .signature import SIGNATURE
 from .variant import TURBO_STEPS, refuse_omni, turbo_notice, variant_of
 
 TOKENS, PATCH = 512, 2
@@ -43,7 +42,6 @@ BLOCK = r"transformer\.(?:layers|noise_refiner|context_refiner)\.\d+"
 class ZImage(TransformerFamily):
     name = "z_image"
     title = "Z-Image"
-    signature = SIGNATURE
     pipeline = "ZImagePipeline"
     loader_kinds = ("lora", "lokr")
     base_version = "zimage"
@@ -54,6 +52,7 @@ class ZImage(TransformerFamily):
     patch = PATCH
     training_shift = "resolution"
     network = Transformer(build, names.derive)
+    original = names.Z_IMAGE
     slots = (QWEN3, VAE)
     fits = (Fit("text_encoder", "hidden_size", "cap_feat_dim"), Fit("vae", "latent_channels", "in_channels"))
     block_lists: ClassVar = {name: name for name in ("noise_refiner", "context_refiner", "layers")}
@@ -64,7 +63,6 @@ class ZImage(TransformerFamily):
     def __init__(self, source: Source, settings: ModelConfig, networks: Networks, tokens: int | None) -> None:
         refuse_omni(networks, source)
         super().__init__(source, settings, networks, tokens)
-        self.places, self.kohya_slots = names.Z_IMAGE.places_of(self.config), self._kohya_slot
         self.turbo = (variant := variant_of(source, settings)).turbo
         self.model_spec = f"z-image{'-turbo' if self.turbo else ''}"
         if variant.shift:
@@ -79,23 +77,16 @@ class ZImage(TransformerFamily):
         tokenizer = find(self.source, self.settings.tokenizer, "tokenizer", llm_tokenizers.QWEN3_PLACES, "Qwen3")
         return LanguageModel(tokenizer, tokens or TOKENS, (TEMPLATE,), LAYER, around=(TEMPLATE.format(""),))
 
-    def load_model(
-        self, device: torch.device, dtype: torch.dtype, *, with_text: bool = False, prepare: Prepare | None = None
-    ) -> nn.ModuleDict:
-        model = super().load_model(device, dtype, with_text=with_text, prepare=prepare)
-        if dtype is torch.float16:
-            keep_in_range([block for group in self.blocks(model) for block in group.blocks])
-        return model
+    def keep_in_range(self, transformer: nn.Module) -> None:
+        keep_in_range([block for blocks in self.block_lists for block in getattr(transformer, blocks)])
 
-    def predict(self, model: nn.ModuleDict, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        batch = self.with_prompts(model, batch)
-        transformer = cast(Any, model["transformer"])
+    def answer(self, transformer: Any, x_t: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         dtype = transformer.all_x_embedder[names.PATCH_KEY].weight.dtype
         pictures = list(x_t.to(dtype)[:, :, None].unbind())  # each (C, frames, H, W)
         answers = transformer(pictures, (1000 - timesteps) / 1000, captions(batch, dtype), return_dict=False)[0]
         return -torch.stack(answers).squeeze(2)
 
-    def _kohya_slot(self, path: str) -> Slot | None:
+    def kohya_slots(self, path: str) -> Slot | None:
         """None outside the blocks, where diffusers does not find the dots again."""
         if not re.match(BLOCK, path):
             return None
