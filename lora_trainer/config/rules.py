@@ -13,6 +13,7 @@ from typing import Any
 from .. import plugins
 from ..choices.optimizers import OPTIMIZERS
 from ..errors import t
+from ..files.kinds import signatures
 from . import names
 from .declared import Conflict, conflicts
 from .entries import Entry
@@ -185,6 +186,14 @@ def _unknown_family(family: str) -> str:
     return names.did_you_mean(names.nearest(family, available, 0.5)) or listed
 
 
+def _no_length(asked: int | str) -> str:
+    """The hint, for what no family takes; whether this one does, is known with the base."""
+    lengths = sorted({length for signature in signatures().values() for length in signature.caption_tokens})
+    if asked in ("auto", *lengths):
+        return ""
+    return t(pt="use auto ou ", en="use auto or ") + ", ".join(map(str, lengths))
+
+
 def _no_colour(colour: str) -> bool:
     from PIL import ImageColor
 
@@ -204,6 +213,9 @@ _CHECKS = (
     Check(
         ("model", "family"), _unknown_family,
         ("não conheço a família `{value}`", "unknown family `{value}`"), ("{wrong}", "{wrong}")),
+    Check(
+        ("data", "max_caption_tokens"), _no_length,
+        ("`{name}`: {value} não serve para nenhuma família", "`{name}`: {value} suits no family"), ("{wrong}", "{wrong}")),
     Check(
         ("model", "lora_targets"), _bad_expression,
         ("`{name}`: expressão regular inválida ({wrong})", "`{name}`: invalid regular expression ({wrong})"),

@@ -262,13 +262,16 @@ def _flow(settings: TrainingConfig, family: DiffusionFamily, unmasked_weight: fl
 
 def _noise_prediction(settings: TrainingConfig, family: DiffusionFamily, unmasked_weight: float) -> NoisePrediction:
     if settings.zero_terminal_snr and family.prediction_type == "epsilon":
+        settled = hasattr(type(family), "prediction_type")  # all bases of the family predict the same
         raise ConfigError.said(
             pt="treino.snr_terminal_zero não serve para um modelo que prevê epsilon: "
             "no último nível de ruído não haveria nada a aprender",
             en="training.zero_terminal_snr does not suit a model that predicts epsilon: "
             "there would be nothing to learn at the last noise level",
-            hint_pt="retire a chave, ou use modelo.tipo_predicao: v se o modelo base for mesmo de predição v",
-            hint_en="remove the key, or set model.prediction_type: v_prediction if the base really predicts v",
+            hint_pt="retire a chave"
+            + ("" if settled else ", ou use modelo.tipo_predicao: v se o modelo base for mesmo de predição v"),
+            hint_en="remove the key"
+            + ("" if settled else ", or set model.prediction_type: v_prediction if the base really predicts v"),
         )
     assert family.prediction_type != "flow"
     schedule = alphas_cumprod(family.schedule_config, settings.zero_terminal_snr)

@@ -15,7 +15,7 @@ from ..config.schema import Config
 from ..errors import DoesNotFitError, t
 from ..seam.technique import CACHING
 from ..units import gib
-from .ladder import ACCUMULATION, BATCH_SIZE, LADDER
+from .ladder import ACCUMULATION, BATCH_SIZE, LADDER, splits
 
 Cost = Literal["time", "numbers", "result"]
 """What a remedy takes: only time; a bounded change of numbers; another result, which needs the user's word."""
@@ -184,7 +184,7 @@ def _rungs(config: Config, phase: str, *, lossless: bool) -> Iterator[Remedy]:
 def _batch(config: Config, phase: str) -> Iterator[Remedy]:
     """The same effective batch, one image at a time."""
     size, accumulation = config.training.batch_size, config.training.gradient_accumulation_steps
-    if size > 1 and phase not in CACHING | PREVIEW:
+    if size > 1 and phase not in CACHING | PREVIEW and splits(config):
         yield Remedy({BATCH_SIZE: 1, ACCUMULATION: size * accumulation}, "time")
 
 

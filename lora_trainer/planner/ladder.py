@@ -63,6 +63,8 @@ class Step:
             return value
         if value in OFF:
             return 0.0
+        if self.option.kind is not None and value in self.option.steps:
+            return 1.0 + self.option.steps.index(value)
         return 1.0 + next((place for place, one in enumerate(self.techniques) if one.value == value), 0)
 
     def after(self, value: Any) -> Any:
@@ -70,10 +72,14 @@ class Step:
         return next((one for one in self.values if self.tightness(one) > self.tightness(value)), None)
 
     @cached_property
-    def needed(self) -> dict[Key, str]:
-        """What must be on as well. Of a technique's other options nothing is needed: they act elsewhere."""
-        own = (name for one in self.techniques if one.key == self.key for name in one.needs)
-        return {load(PACKAGE, name).TECHNIQUE.key: "yes" for name in own}
+    def needed(self) -> dict[Key, Any]:
+        """What must be on as well, and its value. Of a technique's other options nothing is needed: they act elsewhere."""
+        own = (load(PACKAGE, name).TECHNIQUE for one in self.techniques if one.key == self.key for name in one.needs)
+        return {one.key: one.value for one in own}
+
+    def bringing(self, values: Mapping[Key, Any]) -> dict[Key, Any]:
+        """`values` with what this one needs switched on; what is on already stays as it is."""
+        return {**values, **{key: value for key, value in self.needed.items() if values.get(key) in OFF}}
 
 
 def _steps() -> Iterator[Step]:
@@ -99,7 +105,7 @@ def tighter(values: Mapping[Key, Any], fixed: frozenset[Key], phase: str, steps:
         value = step.after(values.get(step.key))
         barred = any(key in fixed and values.get(key) == "no" for key in step.needed)
         if phase in step.option.phases and step.key in values and step.key not in fixed and value is not None and not barred:
-            return {**values, **step.needed, step.key: value}
+            return {**step.bringing(values), step.key: value}
     return None
 
 
@@ -121,8 +127,10 @@ def splits(config: Config) -> bool:
 
 def with_needs(values: Mapping[Key, Any]) -> dict[Key, Any]:
     """What is only of use, or only possible, beside another technique brings that along."""
-    needed = [step.needed for step in BASE if values.get(step.key) not in OFF]
-    return {**values, **{key: value for one in needed for key, value in one.items()}}
+    found = dict(values)
+    for step in BASE:
+        found = step.bringing(found) if values.get(step.key) not in OFF else found
+    return found
 
 
 def lossless(values: Mapping[Key, Any]) -> bool:

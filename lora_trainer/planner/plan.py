@@ -231,7 +231,8 @@ class Planner:
         for lossy in (extra | lossy for lossy in self._lossy_rungs() for extra in self._with_and_without()):
             values = self._fixed({**self._away(self.everything), **lossy})
             for step in LOSSY:
-                if not step.techniques[0].helps(self.config):
+                on = next((one for one in step.techniques if one.on(values[step.key])), None)
+                if on and not on.helps(self.config):
                     values[step.key] = self._fixed(self.nothing)[step.key]
             if values[CHECKPOINTING] != "yes":
                 values = {**values, STREAMING: tightest.values[STREAMING], OFFLOAD: tightest.values[OFFLOAD]}

@@ -124,7 +124,7 @@ class Family(ABC):
         if asked != "auto" and asked not in lengths:
             name, listed = shown("data", "max_caption_tokens"), ", ".join(map(str, lengths))
             raise ConfigError(
-                t(pt=f"{name}: {asked} não serve para {cls.title}", en=f"{name}: {asked} does not suit {cls.title}"),
+                t(pt=f"{asked} não serve para {cls.title}", en=f"{asked} does not suit {cls.title}"),
                 t(pt=f"use auto ou {listed}", en=f"use auto or {listed}"),
                 name,
             )

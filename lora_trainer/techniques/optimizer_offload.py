@@ -2,7 +2,7 @@
 
 Moments are twice the adapter, and idle but for a moment at the end of each step: at high ranks they weigh more than the
 activations that are left. The numbers are the same, since AdamW and its like update every parameter by itself. The average
-of the adapter (optim/ema.py) lies there too. The copies are not hidden behind computing: twice the moments' bytes a step.
+of the adapter (optim/averages.py) lies there too. The copies are not hidden behind computing: twice the moments' bytes a step.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from lora_trainer.config.schema import DataConfig, ModelConfig, TrainingConfig
 from lora_trainer.diffusion.prompts import MASK
 from lora_trainer.diffusion.sampling import make_scheduler
-from lora_trainer.errors import SourceError
+from lora_trainer.errors import ConfigError, SourceError
 from lora_trainer.families import resolve
 from lora_trainer.families.pixart_sigma import names
 from lora_trainer.families.pixart_sigma.family import PixArtSigma
@@ -130,3 +130,11 @@ def test_alpha_is_not_sigma(tmp_path):
     index.write_text(index.read_text(encoding="utf-8").replace("PixArtSigma", "PixArtAlpha"), encoding="utf-8")
     with pytest.raises(SourceError, match="DiT"):
         resolve(ModelConfig(base_model=str(tmp_path)), DataConfig())
+
+
+def test_the_way_out_of_zero_terminal_snr_is_open() -> None:
+    family: Any = resolve(ModelConfig(family="pixart_sigma"), DataConfig(), planning=True)
+    with pytest.raises(ConfigError) as caught:
+        family.configure(TrainingConfig(zero_terminal_snr=True), DataConfig())
+    assert "tipo_predicao" not in caught.value.hint
+    assert "prediction_type" not in caught.value.hint

@@ -18,6 +18,7 @@ CHOSEN: dict[str, Any] = {
     "adapter_kind": "lora",  # the others contradict DoRA
     "lora_init": "default",  # likewise
     "lora_rules": [{"target": r"attn2\.to_[qk]$", "rank": 32}, {"target": "ff", "alpha": 2.5, "rate": 1e-5}],
+    "max_caption_tokens": 150,
     "resolution": (512, 768),
     "bucket_step": 128,
     "background": "#00ff00",

@@ -148,6 +148,7 @@ def test_single_values(tmp_path: Path) -> None:
         "modelo.familia=sd_xyz",
         "modelo.alvos_lora=to_q(",
         "dados.fundo=azulado",
+        "dados.maximo_tokens=77",
         "sistema.dispositivo=gpu",
         "treino.betas=[0.9]",
         "treino.otimizador=adamw8bits",
@@ -160,13 +161,15 @@ def test_single_values(tmp_path: Path) -> None:
         "não conheço a família `sd_xyz`",
         "expressão regular inválida",
         "não conheço a cor `azulado`",
+        "`dados.maximo_tokens`: 77 não serve para nenhuma família",
+        "use auto ou 75, 120,",
         "`dispositivo`: esperava auto, cpu, cuda ou cuda:N, veio `gpu`",
         "`betas`: esperava pelo menos 2 itens na lista, mas há 1",
         "você quis dizer `adamw8bit`?",
         "`separador`: esperava um texto não vazio",
         "`prompts` está sem valor",
         "`formatos`: esperava pelo menos 1",
-        "10 problemas",
+        "11 problemas",
     ):
         assert expected in text
     assert loaded(tmp_path, "treino.aquecimento=100", "dados.fundo=#00ff00").config.training.lr_warmup == 100

@@ -295,3 +295,8 @@ def test_the_last_run_in_json(config: Path, capsys: pytest.CaptureFixture[str]) 
     answer = json.loads(capsys.readouterr().out)
     assert (answer["last_run"]["end"], answer["last_run"]["reason"]) == ("stopped", "DoesNotFitError")
     assert any("tamanho_lote=1" in line for line in answer["advice"])
+
+
+def test_a_batch_that_cannot_be_split_is_not_advised_to_be() -> None:
+    whole = loaded_with("treino.tamanho_lote=8", "treino.norma_maxima_gradiente=0", "memoria.otimizador_no_backward=sim").config
+    assert ("training", "batch_size") not in [key for one in remedies(whole, "backward") for key in one.settings]

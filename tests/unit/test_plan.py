@@ -29,8 +29,10 @@ from lora_trainer.planner.rungs import Rungs
 from lora_trainer.planner.simulate import Prediction, Shape
 from lora_trainer.seam.family import Family
 from lora_trainer.techniques.embedding_offload import EmbeddingOffload
+from lora_trainer.techniques.fp8_e5m2 import Fp8E5m2
 from lora_trainer.techniques.optimizer_8bit import Optimizer8bit
 from lora_trainer.techniques.optimizer_offload import OptimizerOffload
+from lora_trainer.techniques.quantize_8bit import Quantize8bit
 
 BF16 = Precision(torch.bfloat16, torch.bfloat16, scaler=False)
 OPTIMIZER_8BIT, OPTIMIZER_OFFLOAD = Optimizer8bit.key, OptimizerOffload.key
@@ -143,6 +145,16 @@ def test_numbers_change_only_when_nothing_else_helps(make: Make, known: dict[str
     assert not best.lossless
     assert best.values[OPTIMIZER_8BIT] == "yes"
     assert best.values[QUANTIZATION] == "int8"  # the mildest that does
+
+
+def test_what_one_of_several_ways_to_pack_excludes_is_about_it_alone(
+    make: Make, known: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for one in (Fp8E5m2, Quantize8bit):
+        monkeypatch.setattr(one, "helps", classmethod(lambda cls, config: False))
+    planner = make(known["lossy"])
+    assert planner.solve().values[QUANTIZATION] == "nf4"
+    assert not any(one.values[QUANTIZATION] == "int8" for one in planner.tried)
 
 
 def test_moments_leave_last_of_what_changes_no_number(make: Make, known: dict[str, int]) -> None:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from torch import nn
 
 from lora_trainer import plugins
 from lora_trainer.config import names
-from lora_trainer.config.declared import PACKAGE, conflicts, options, sharing, techniques
+from lora_trainer.config.declared import PACKAGE, Declared, conflicts, options, sharing, techniques
 from lora_trainer.config.schema import Config
-from lora_trainer.planner.ladder import LADDER, SOLVED, Rung, next_rung, splits
+from lora_trainer.planner.ladder import LADDER, SOLVED, Rung, Step, next_rung, splits
 from lora_trainer.planner.table import table
 from lora_trainer.seam.family import BlockGroup
+from lora_trainer.seam.technique import WrapTechnique
 from lora_trainer.techniques import packing
 from lora_trainer.techniques._quantizer import BASE, TEXT, Quantizer
 
@@ -93,6 +95,22 @@ def test_a_value_that_only_users_ask_for_may_be_tightened() -> None:
     assert step.after("int8") == "nf4"
     assert step.after("nf4") is None
     assert step.tightness("no") < step.tightness("fp8") < step.tightness("int8")
+
+
+class InWords(WrapTechnique):
+    options = (Declared(("memory", "in_words"), "em_palavras", place=1, docs=("a", "b"), kind=str, steps=("half", "full")),)
+    needs: ClassVar[dict[str, tuple[str, str]]] = {"block_streaming": ("a", "b")}
+
+    @classmethod
+    def on(cls, value: object) -> bool:
+        return value in ("half", "full")
+
+
+def test_values_in_words_are_rungs_too_and_what_is_needed_comes_with_its_own_value() -> None:
+    step, streaming = Step(InWords.options[0], (InWords,)), ("memory", "block_streaming")
+    assert [step.after(value) for value in ("no", "half", "full")] == ["half", "full", None]
+    assert step.bringing({streaming: "no"}) == {streaming: 1.0}
+    assert step.bringing({streaming: 0.25}) == {streaming: 0.25}
 
 
 # -- quantisers
