@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -18,11 +18,9 @@ from ..layouts.lycoris_files import read_lycoris
 from ..layouts.peft import read_peft_folder
 from ..layouts.read import refuse_kind
 from ..layouts.table import Modules
+from ..seam.family import Family
 from . import pissa
 from .layers import AdaptedLayer
-
-if TYPE_CHECKING:
-    from ..seam.family import Family
 
 NAME = "default"
 """peft's name for our one adapter. It appears in no file."""
@@ -33,7 +31,7 @@ Layer: TypeAlias = LoraLayer | AdaptedLayer
 class Adapter:
     """The trainable layers of a model by module path. Paths are those at injection, whatever wraps the blocks later."""
 
-    def __init__(self, layers: Mapping[str, Layer], family: "Family", layers_per_block: int = 2) -> None:
+    def __init__(self, layers: Mapping[str, Layer], family: Family, layers_per_block: int = 2) -> None:
         self.layers = dict(layers)
         self.family = family
         self.layers_per_block = layers_per_block

@@ -14,16 +14,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..config.schema import Config
 from ..errors import t
 from ..layouts.lora import LoraModule
 from ..layouts.lycoris import LycorisModule
 from ..layouts.table import Modules
-
-if TYPE_CHECKING:
-    from ..seam.family import Family
+from ..seam.family import Family
 
 MAX_BYTES = 1_000_000
 """Of the metadata as JSON. safetensors refuses headers over 100 MB; viewers choke far below."""
@@ -48,7 +46,7 @@ class RunFacts:
     buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
 
-def describe(family: "Family", config: Config, facts: RunFacts) -> dict[str, str]:
+def describe(family: Family, config: Config, facts: RunFacts) -> dict[str, str]:
     """All but what the tensors tell (network_facts, hashes), which save_adapter adds."""
     entries = {**_modelspec(config, facts), **_training(config, facts), **anonymous(family.metadata())}
     entries[CONFIG_KEY] = anonymous(config.model_dump(mode="json"))

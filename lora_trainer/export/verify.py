@@ -9,7 +9,7 @@ told. Left out: other programs (A1111, ComfyUI), which cannot be called from her
 import inspect
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import diffusers as diffusers_library
 import torch
@@ -23,13 +23,11 @@ from ..files.headers import read_header
 from ..layouts.lora import LoraModule
 from ..layouts.read import is_kohya
 from ..layouts.readers import loader_for, pipeline_for, proves
+from ..seam.family import Family
 from .proof import Forward, Load, Loaded, Verification, check_consumer, prove
 
-if TYPE_CHECKING:
-    from ..seam.family import Family
 
-
-def verify(model: nn.ModuleDict, adapter: Adapter, family: "Family", path: Path, forward: Forward) -> Verification:
+def verify(model: nn.ModuleDict, adapter: Adapter, family: Family, path: Path, forward: Forward) -> Verification:
     """Model, adapter and random state come out as they went in, also after an error."""
     layout = "kohya" if is_kohya(read_header(path, path.name)[0]) else "diffusers"
     loader = loader_for(family)
