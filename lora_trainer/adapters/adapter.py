@@ -44,14 +44,6 @@ class Adapter:
         first = next(iter(self.layers.values()))
         return first.kind if isinstance(first, AdaptedLayer) else "lora"
 
-    @property
-    def num_modules(self) -> int:
-        return len(self.layers)
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.named_parameters().values())
-
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Key as in a diffusers file (`unet.….lora_A.weight`) -> parameter."""
         return {f"{path}.{name}": factor for path, layer in self.layers.items() for name, factor in factors(layer).items()}
@@ -59,13 +51,6 @@ class Adapter:
     def named_tensors(self) -> dict[str, Tensor]:
         """The parameters, and what they are measured from (PiSSA's start)."""
         return {f"{path}.{name}": tensor for path, layer in self.layers.items() for name, tensor in _tensors(layer).items()}
-
-    def parameters_by_part(self) -> dict[str, list[nn.Parameter]]:
-        """`unet`, `text_encoder`, … -> parameters; parts without adapters are absent."""
-        parts: dict[str, list[nn.Parameter]] = {}
-        for key, parameter in self.named_parameters().items():
-            parts.setdefault(key.partition(".")[0], []).append(parameter)
-        return parts
 
     def scalings(self) -> dict[str, float]:
         """Module path -> what multiplies the product: alpha / rank, or alpha / sqrt(rank) under rsLoRA."""

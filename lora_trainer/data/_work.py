@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -29,21 +30,17 @@ class Encoder(Protocol):
     parts: list[PartRow]
 
 
+@dataclass
 class Work(Generic[Network, Entry]):
     """A network, loaded when it is first needed, and again one rung down whenever memory runs out."""
 
-    def __init__(
-        self,
-        phase: str,
-        device: torch.device,
-        load: Callable[[], Network],
-        encode: Callable[[Network, Entry], Example],
-        encoder: Encoder,
-        on_oom: OnOom,
-    ) -> None:
-        self.phase, self.device, self.load, self.encode = phase, device, load, encode
-        self.encoder, self.on_oom = encoder, on_oom
-        self.network: Network | None = None
+    phase: str
+    device: torch.device
+    load: Callable[[], Network]
+    encode: Callable[[Network, Entry], Example]
+    encoder: Encoder
+    on_oom: OnOom
+    network: Network | None = None
 
     def do(self, entry: Entry) -> Example:
         """Encode one entry, on whatever rung it takes."""

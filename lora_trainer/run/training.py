@@ -88,8 +88,7 @@ class Training:
                 t(pt="nenhum estado salvo: começando do passo 0", en="no saved state: starting at step 0")
             )
             return 0
-        for line in changes(state.facts["options"], self.setup.options()):
-            self.terminal.warn(line)
+        self.terminal.warn(*changes(state.facts["options"], self.setup.options()))
         if state.facts["data"] != self.batches.dataset.fingerprint():
             self.terminal.warn(data_changed())
         if isinstance(shortage := attempt(lambda: self.setup.load(state)), Shortage):
