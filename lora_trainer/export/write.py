@@ -23,7 +23,7 @@ from ..adapters.targets import is_wide_conv
 from ..errors import DivergedError, t
 from ..layouts import diffusers, fused, kohya, lycoris_files
 from ..seam.family import Family
-from ._folders import new_file
+from ._folders import header_bytes, new_file
 from .metadata import capped, hashes, network_facts
 
 Format = Literal["kohya", "diffusers"]
@@ -115,10 +115,7 @@ def serialise(tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> bytes:
 
 
 def _with_header(header: Mapping[str, Any], metadata: Mapping[str, str], body: bytes) -> bytes:
-    entries = {"__metadata__": {"format": "pt", **dict(sorted(metadata.items()))}, **header}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text + body
+    return header_bytes({"__metadata__": {"format": "pt", **dict(sorted(metadata.items()))}, **header}) + body
 
 
 def write_atomically(path: Path, data: bytes) -> None:
