@@ -83,13 +83,18 @@ def load_text_encoders(encoder: Encoder, device: torch.device) -> nn.ModuleDict:
 
 def load_vae(encoder: Encoder, device: torch.device) -> nn.Module:
     on_cpu = encoder.encoding.images_on_cpu
-    device = torch.device("cpu") if on_cpu else device
+    vae = open_vae(encoder, torch.device("cpu") if on_cpu else device, on_cpu=on_cpu)
+    _note(encoder, describe_parts({"vae": vae}))
+    return vae
+
+
+def open_vae(encoder: Encoder, device: torch.device, *, on_cpu: bool = False) -> nn.Module:
+    """`on_cpu`: moved there, to save the device's memory."""
     with place(on_cpu):
         vae = encoder.family.load_vae(device, encoder.image_dtype)
     if not on_cpu:
         hold(vae)
     slice_where_unfused(vae, device, encoder.family.vae_dtype(encoder.image_dtype))
-    _note(encoder, describe_parts({"vae": vae}))
     return vae
 
 

@@ -43,17 +43,12 @@ def save_peft_folder(
     packed = table.pack(lora, table.LAYOUTS["peft"], lambda path: f"base_model.model.{path}")
     tensors = cast(packed, DTYPES[precision], folder)
     entries = [Entry(key, tuple(x.shape), x.dtype, lambda x=x: x) for key, x in sorted(tensors.items())]  # type: ignore[misc]
-    config = peft_config(model[PART], lora, base_name(family))
+    config = peft_config(model[PART], lora, family.source.hub_id or str(family.source.path.resolve()))
     with new_folder(folder, sum(entry.nbytes for entry in entries)) as place:
         write_tensors(place / WEIGHTS, entries)
         write_text(place / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
         write_text(place / "README.md", model_card(config, facts))
     return folder
-
-
-def base_name(family: CausalLM) -> str:
-    """Where a reader finds the base."""
-    return family.source.hub_id or str(family.source.path.resolve())
 
 
 def peft_config(model: nn.Module, lora: Lora, base: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -30,12 +31,12 @@ from ..journal.run_folder import Lock, RunFolder, check, claim
 from ..machine import hardware
 from ..machine.cap import cap_process, spill_warning
 from ..machine.ram import Ram, ram_notice
-from ..modality import Desk, RunFacts
+from ..modality import Desk, Modality, RunFacts
 from ..optim import optimizers, schedules
 from ..planner.caching import rung_title
 from ..planner.picker import Choice, settle
+from ..seam.family import Family
 from ..units import gib
-from .modalities import modality_of
 from .planning import Planning
 from .resume import changes, resume_options
 from .setup import Setup, Target
@@ -277,6 +278,17 @@ class Run:
             self.terminal.warn(
                 t(pt=f"o gráfico da perda não foi gravado: {error}", en=f"the loss plot was not written: {error}")
             )
+
+
+def modality_of(family: Family, config: Config, cache_dir: Path) -> Modality:
+    """Data, previews and files of a run that trains this family, which declares what it learns from."""
+    if family.learns_from == "images":
+        from ..data.modality import Images
+
+        return Images(cast(Any, family), config, cache_dir)
+    from ..text.modality import Texts
+
+    return Texts(cast(Any, family), config)
 
 
 def quiet_libraries() -> None:

@@ -72,7 +72,7 @@ class Family(ABC):
 
     name: ClassVar[str]
     learns_from: ClassVar[Literal["images", "texts"]]
-    """The run's modality: data, previews and files (run/modalities.py)."""
+    """The run's modality: data, previews and files (run/run.py)."""
     signature: ClassVar[Signature]
     """What tells its bases from others."""
     title: ClassVar[str]
