@@ -1,4 +1,4 @@
-"""Find a language model's vocabulary without asking the user to care, as _tokenizers.py does for CLIP's and T5's.
+"""Find a language model's vocabulary without asking the user to care, as tokenizers.py does for CLIP's and T5's.
 
 Templates and padding are the families': a vocabulary that came without its config has neither.
 """

@@ -19,7 +19,7 @@ def refusal(source: Source) -> SourceError:
             pt=f"{name} é {kind.title()}, que não serve de modelo base",
             en=f"{name} is {kind.title()}, no use as a base",
         )
-    return SourceError(problem, t(pt=kind.way_out[0], en=kind.way_out[1]) if kind.way_out else _what_can(), source.what)
+    return SourceError(problem, str(kind.way_out or _what_can()), source.what)
 
 
 def _what_can() -> str:

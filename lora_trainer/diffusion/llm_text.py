@@ -13,7 +13,7 @@ What families use:
         Works on encoders streamed, quantised or fake. True in `attention_mask` (B, L) is a token; padding on either side.
     padded(ids, length, pad_id) -> {"input_ids": (L,), "attention_mask": (L,) bool}    what `tokenize` returns
     cut_padding(input_ids, attention_mask) -> the same without columns that are padding in every row; fakes stay whole
-    _llm_tokenizers.find_llm_tokenizer(source, settings.tokenizer, "tokenizer", QWEN3_PLACES, "Qwen3") -> a tokenizer
+    llm_tokenizers.find_llm_tokenizer(source, settings.tokenizer, "tokenizer", QWEN3_PLACES, "Qwen3") -> a tokenizer
 
 Only the body is ever built, of transformers' own layers: no logits, no vision tower, no second copy of the embeddings. Files
 are ComfyUI's (fp8 with any companions), transformers folders and llama.cpp's GGUF. Left out: nvfp4 files.

@@ -1,7 +1,7 @@
 """What a diffusion model is trained to predict, from which noise, and how its error counts.
 
-An `Objective` knows how latents are noised and what the network should answer; the loss is in `_diffusion.py`.
-Another noise process (_rectified_flow.py) is another subclass with the same three verbs: sample_t, corrupt, weight.
+An `Objective` knows how latents are noised and what the network should answer; the loss is in `diffusion.py`.
+Another noise process (rectified_flow.py) is another subclass with the same three verbs: sample_t, corrupt, weight.
 Left out: multi-resolution noise, per-step huber schedules, learned weightings.
 """
 

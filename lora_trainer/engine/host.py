@@ -28,14 +28,14 @@ def is_fake(tensor: Tensor) -> bool:
 def compute_device(model: nn.Module, streamed: Iterable[nn.Module] = ()) -> torch.device:
     """Where a model computes: where its weights are, packed or not, that are not brought from a `home` elsewhere.
 
-    `streamed`: blocks that will be.
+    `streamed`: blocks that will be. A table that stays on the CPU (Chroma's, of sines) says nothing of a model on a card.
     """
     inside = {id(module) for block in streamed for module in block.modules()}
     here = (module for module in model.modules() if id(module) not in inside and not hasattr(module, "home"))
     tensors = (tensor for module in here for tensor in (*module._parameters.values(), *module._buffers.values()))
-    found = next((tensor.device for tensor in tensors if tensor is not None), None)
-    assert found is not None, "a model is more than its streamed blocks"
-    return found
+    found = [tensor.device for tensor in tensors if tensor is not None]
+    assert found, "a model is more than its streamed blocks"
+    return next((device for device in found if device.type != "cpu"), found[0])
 
 
 def host_buffer(nbytes: int, like: Tensor, *, locked: bool = False) -> Tensor:

@@ -19,14 +19,25 @@ FolderTest = Callable[[Any], bool]
 """Of a classify.Folder."""
 
 
+@dataclass(frozen=True)
+class Words:
+    """A text that is said later, in the language then in force."""
+
+    pt: str
+    en: str
+
+    def __str__(self) -> str:
+        return t(pt=self.pt, en=self.en)
+
+
 @dataclass(frozen=True, eq=False)
 class Kind:
     name: str
     pt: str
     """For people, with an article: "um LoRA"."""
     en: str
-    way_out: tuple[str, str] | None = None
-    """What to do where a base was expected, in Portuguese and English."""
+    way_out: Words | None = None
+    """What to do where a base was expected."""
     file: FileTest = field(default=lambda header: False, repr=False)
     """Of the kinds that families bring: whether a single file is it."""
     folder: FolderTest = field(default=lambda folder: False, repr=False)
@@ -66,17 +77,17 @@ def family_of(kind: Kind) -> str | None:
 
 # -- what is no family
 
-_ORDINARY = (
-    "use o modelo base comum (4 canais) de que ele foi feito; o LoRA também funciona na variante",
-    "use the ordinary base (4 channels) it was made from; the LoRA works on the variant as well",
+_ORDINARY = Words(
+    pt="use o modelo base comum (4 canais) de que ele foi feito; o LoRA também funciona na variante",
+    en="use the ordinary base (4 channels) it was made from; the LoRA works on the variant as well",
 )
-IN_VAE = (
-    "ponha em modelo_base o modelo completo; este arquivo cabe em modelo.vae",
-    "put the full model in base_model; this file belongs in model.vae",
+IN_VAE = Words(
+    pt="ponha em modelo_base o modelo completo; este arquivo cabe em modelo.vae",
+    en="put the full model in base_model; this file belongs in model.vae",
 )
-_IN_TEXT = (
-    "ponha em modelo_base o modelo que gera imagens; este arquivo cabe em modelo.codificador_texto ou codificador_texto_2",
-    "put the model that makes images in base_model; this file belongs in model.text_encoder or text_encoder_2",
+_IN_TEXT = Words(
+    pt="ponha em modelo_base o modelo que gera imagens; este arquivo cabe em modelo.codificador_texto ou codificador_texto_2",
+    en="put the model that makes images in base_model; this file belongs in model.text_encoder or text_encoder_2",
 )
 INPAINTING = Kind(
     "inpainting", "um checkpoint de inpainting (9 canais)", "an inpainting checkpoint (9 channels)", _ORDINARY
@@ -86,22 +97,25 @@ DEPTH = Kind("depth", "um checkpoint de profundidade (5 canais)", "a depth check
 UNCLIP = Kind("unclip", "um Stable Diffusion unCLIP", "a Stable Diffusion unCLIP", _ORDINARY)
 SDXL_REFINER = Kind(
     "sdxl_refiner", "um SDXL refiner", "an SDXL refiner",
-    ("use o SDXL base; o refiner é só para a geração de imagens", "use the SDXL base; the refiner is for making images only"),
+    Words(
+        pt="use o SDXL base; o refiner é só para a geração de imagens",
+        en="use the SDXL base; the refiner is for making images only",
+    ),
 )  # fmt: skip
 UNET = Kind(
     "unet", "só uma UNet, sem VAE nem codificador de texto", "a UNet alone, without VAE or text encoder",
-    (
-        "use o checkpoint completo (com VAE e codificador de texto) ou a pasta do diffusers",
-        "use the full checkpoint (with VAE and text encoder) or the diffusers folder",
+    Words(
+        pt="use o checkpoint completo (com VAE e codificador de texto) ou a pasta do diffusers",
+        en="use the full checkpoint (with VAE and text encoder) or the diffusers folder",
     ),
 )  # fmt: skip
 LUMINA2 = Kind("lumina2", "um Lumina 2", "a Lumina 2", in_gguf=True)
 DIT = Kind("dit", "um transformador de difusão (DiT)", "a diffusion transformer (DiT)", in_gguf=True)
 LORA = Kind(
     "lora", "um LoRA", "a LoRA",
-    (
-        "ponha em modelo_base o modelo completo; para continuar um LoRA, use modelo.lora_inicial",
-        "put the full model in base_model; to continue a LoRA, use model.initial_lora",
+    Words(
+        pt="ponha em modelo_base o modelo completo; para continuar um LoRA, use modelo.lora_inicial",
+        en="put the full model in base_model; to continue a LoRA, use model.initial_lora",
     ),
 )  # fmt: skip
 CONTROLNET = Kind("controlnet", "um ControlNet", "a ControlNet")
@@ -113,10 +127,10 @@ T5 = Kind("t5", "um codificador de texto T5", "a T5 text encoder", _IN_TEXT)
 LANGUAGE_MODEL = Kind("language_model", "um modelo de linguagem", "a language model")
 VISION_LANGUAGE = Kind(
     "vision_language", "um modelo de linguagem com visão", "a vision language model",
-    (
-        "ponha em modelo_base o modelo que gera imagens, ou um modelo de linguagem sem visão (…ForCausalLM); este cabe em "
+    Words(
+        pt="ponha em modelo_base o modelo que gera imagens, ou um modelo de linguagem sem visão (…ForCausalLM); este cabe em "
         "modelo.codificador_texto",
-        "put the model that makes images in base_model, or a language model without vision (…ForCausalLM); this one "
+        en="put the model that makes images in base_model, or a language model without vision (…ForCausalLM); this one "
         "belongs in model.text_encoder",
     ),
 )  # fmt: skip

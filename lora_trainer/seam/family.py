@@ -1,6 +1,6 @@
 """The seam between the one training loop and the many model families.
 
-A family is one file, found by its name; it holds everything that differs between families and nothing that does not.
+A family is one folder, found by its name; it holds everything that differs between families and nothing that does not.
 A trained model is an `nn.ModuleDict` of parts named as diffusers names them (`unet`, `transformer`, `text_encoder`, …), so
 that the module path of an adapter is already its key in a diffusers file.
 """

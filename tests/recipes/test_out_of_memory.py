@@ -117,7 +117,7 @@ def run_out(place: Place, name: str, at: dict[str, Collection[int]], *words: str
 def test_a_batch_that_does_not_fit_is_planned_in_parts(place):
     """The same effective batch, hence the same adapter, with no option but the micro-batch left to the planner."""
     fixed = [
-        "memoria.preset=nenhum", "treino.checkpoint_gradiente=sim", "memoria.streaming_blocos=nao",
+        "memoria.preset=nenhum", "treino.precisao_mista=nao", "treino.checkpoint_gradiente=sim", "memoria.streaming_blocos=nao",
         "memoria.descarga_ativacoes=nao", "memoria.descarga_otimizador=nao", "treino.use_otimizador_8bit=nao",
         "memoria.quantizacao_base=nao",
     ]  # fmt: skip

@@ -13,6 +13,7 @@ from torch import nn
 
 from lora_trainer.engine import streaming
 from lora_trainer.engine.block_streaming import choose, streamable_bytes, streaming_report
+from lora_trainer.engine.host import compute_device
 from lora_trainer.seam.family import BlockGroup
 from lora_trainer.techniques.block_streaming import BlockStreaming
 from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
@@ -235,3 +236,14 @@ def test_a_quantised_parameter_class_is_refused():
     model.blocks[0].linear.weight = Packed(torch.zeros(16, 16), requires_grad=False)
     with pytest.raises(AssertionError, match="flat buffer"):
         apply(model, STREAMING)
+
+
+# -- where a model computes
+
+
+def test_a_table_on_the_cpu_says_nothing_of_a_model_on_a_card():
+    """As Chroma's table of sines, which comes first among its tensors; "meta" stands for the card."""
+    model = nn.Sequential(nn.Module(), nn.Linear(4, 4, device="meta"))
+    model[0].register_buffer("table", torch.zeros(3))
+    assert compute_device(model).type == "meta"
+    assert compute_device(nn.Sequential(model[0], nn.Linear(4, 4))).type == "cpu"

@@ -33,7 +33,7 @@ class Release:
     variant: str
     """Of metadata: klein-4b, klein-9b, dev."""
     model: str
-    """Of _llm_text."""
+    """Of llm_text.MODELS."""
     encoder: str
     """Its text encoder, for people."""
     prefix: str

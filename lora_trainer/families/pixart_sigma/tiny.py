@@ -5,7 +5,7 @@ from ...bases.tiny import TINY_T5, TINY_VAE, Encoder, Numbers, Tiny
 from . import names
 
 TRANSFORMER = {
-    "num_layers": 2, "num_attention_heads": 4, "cross_attention_dim": 288, "caption_channels": 32, "attention_head_dim": 72,
+    "num_layers": 4, "num_attention_heads": 4, "cross_attention_dim": 288, "caption_channels": 32, "attention_head_dim": 72,
 }  # fmt: skip
 """Heads stay as wide as the released ones, since no tensor tells it, and all widths are multiples of 32, for GGUF."""
 
