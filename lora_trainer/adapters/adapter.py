@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -18,11 +18,9 @@ from ..layouts.lycoris_files import read_lycoris
 from ..layouts.peft import read_peft_folder
 from ..layouts.read import refuse_kind
 from ..layouts.table import Modules
+from ..seam.family import Family
 from . import pissa
 from .layers import AdaptedLayer
-
-if TYPE_CHECKING:
-    from ..seam.family import Family
 
 NAME = "default"
 """peft's name for our one adapter. It appears in no file."""
@@ -33,7 +31,7 @@ Layer: TypeAlias = LoraLayer | AdaptedLayer
 class Adapter:
     """The trainable layers of a model by module path. Paths are those at injection, whatever wraps the blocks later."""
 
-    def __init__(self, layers: Mapping[str, Layer], family: "Family", layers_per_block: int = 2) -> None:
+    def __init__(self, layers: Mapping[str, Layer], family: Family, layers_per_block: int = 2) -> None:
         self.layers = dict(layers)
         self.family = family
         self.layers_per_block = layers_per_block
@@ -46,14 +44,6 @@ class Adapter:
         first = next(iter(self.layers.values()))
         return first.kind if isinstance(first, AdaptedLayer) else "lora"
 
-    @property
-    def num_modules(self) -> int:
-        return len(self.layers)
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.named_parameters().values())
-
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Key as in a diffusers file (`unet.….lora_A.weight`) -> parameter."""
         return {f"{path}.{name}": factor for path, layer in self.layers.items() for name, factor in factors(layer).items()}
@@ -61,13 +51,6 @@ class Adapter:
     def named_tensors(self) -> dict[str, Tensor]:
         """The parameters, and what they are measured from (PiSSA's start)."""
         return {f"{path}.{name}": tensor for path, layer in self.layers.items() for name, tensor in _tensors(layer).items()}
-
-    def parameters_by_part(self) -> dict[str, list[nn.Parameter]]:
-        """`unet`, `text_encoder`, … -> parameters; parts without adapters are absent."""
-        parts: dict[str, list[nn.Parameter]] = {}
-        for key, parameter in self.named_parameters().items():
-            parts.setdefault(key.partition(".")[0], []).append(parameter)
-        return parts
 
     def scalings(self) -> dict[str, float]:
         """Module path -> what multiplies the product: alpha / rank, or alpha / sqrt(rank) under rsLoRA."""

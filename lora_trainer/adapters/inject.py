@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -22,17 +21,15 @@ from ..config.names import shown
 from ..config.schema import ModelConfig
 from ..errors import t
 from ..layouts import read_tensors
+from ..seam.family import Family
 from . import pissa
 from .adapter import NAME, Adapter, Layer
 from .layers import LAYERS, AdaptedLayer, LokrLayer, is_whole
 from .targets import Strength, find_targets, strengths
 
-if TYPE_CHECKING:
-    from ..seam.family import Family
-
 
 def inject(
-    model: nn.ModuleDict, family: "Family", settings: ModelConfig, seed: int, formats: Collection[str] = ("kohya",)
+    model: nn.ModuleDict, family: Family, settings: ModelConfig, seed: int, formats: Collection[str] = ("kohya",)
 ) -> Adapter:
     """Freeze the model and put fresh adapters, which change nothing yet, on the layers that `settings` names.
 
@@ -56,7 +53,7 @@ def inject(
     return adapter
 
 
-def check_targets(family: "Family", settings: ModelConfig, formats: Collection[str] = ("kohya",)) -> list[str]:
+def check_targets(family: Family, settings: ModelConfig, formats: Collection[str] = ("kohya",)) -> list[str]:
     """Before anything is loaded: lora_targets finds layers that the files can carry, and initial_lora fits them. Notices."""
     if settings.initial_lora:
         check_initial_file(Path(settings.initial_lora), family, settings, formats)
@@ -93,7 +90,7 @@ def _without_alpha(model: nn.ModuleDict, strong: Mapping[str, Strength], setting
 
 
 def check_initial_file(
-    path: Path, family: "Family", settings: ModelConfig, formats: Collection[str] = ("kohya",)
+    path: Path, family: Family, settings: ModelConfig, formats: Collection[str] = ("kohya",)
 ) -> None:
     """Before anything is loaded: `path` is whole and finite, and fits the adapter that `settings` describes."""
     if path.is_file():
@@ -101,7 +98,7 @@ def check_initial_file(
     inject(_skeleton(family, settings), family, settings, 0, formats).read_fitting(path)
 
 
-def _skeleton(family: "Family", settings: ModelConfig) -> nn.ModuleDict:
+def _skeleton(family: Family, settings: ModelConfig) -> nn.ModuleDict:
     return family.load_model(torch.device("meta"), torch.float16, with_text=settings.train_text_encoder)
 
 

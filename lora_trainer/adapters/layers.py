@@ -160,7 +160,7 @@ class _Hadamard(torch.autograd.Function):
         ctx.layer, ctx.scale = layer, scale
         ctx.save_for_backward(input, *factors)
         with torch.autocast(input.device.type, enabled=False):
-            parts = [_apply(layer, input, _product(scale, rows, *factors)) for rows in _rows(layer)]
+            parts = [applied(layer, input, _product(scale, rows, *factors)) for rows in _rows(layer)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, _channels(layer))
 
     @staticmethod
@@ -195,7 +195,8 @@ def _product(scale: float, rows: slice, w1_a: Tensor, w1_b: Tensor, w2_a: Tensor
     return (w1_a[rows] @ w1_b).mul_(w2_a[rows] @ w2_b).mul_(scale)
 
 
-def _apply(layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
+def applied(layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
+    """What `layer` would make of the input with this weight, (out, in · kh · kw), and no bias."""
     weight = weight.to(input.dtype)
     if isinstance(layer, nn.Conv2d):
         return F.conv2d(input, weight.view(len(weight), *layer.weight.shape[1:]), None, *_how(layer))

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -15,9 +15,7 @@ from ..errors import ConfigError, t
 from ..layouts.lycoris import TITLES
 from ..layouts.readers import programs, unreadable
 from ..layouts.table import LAYOUTS
-
-if TYPE_CHECKING:
-    from ..seam.family import Family
+from ..seam.family import Family
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ def is_wide_conv(module: nn.Module) -> bool:
 
 
 def find_targets(
-    model: nn.ModuleDict, family: "Family", settings: ModelConfig, formats: Collection[str] = ("kohya",)
+    model: nn.ModuleDict, family: Family, settings: ModelConfig, formats: Collection[str] = ("kohya",)
 ) -> list[str]:
     """Paths of the linear and convolution layers to adapt, in the model's order."""
     layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
@@ -96,7 +94,7 @@ def _check_rules(chosen: Sequence[str], settings: ModelConfig) -> None:
             raise _rule_without_layers(rule["target"], chosen)
 
 
-def _check_formats(family: "Family", settings: ModelConfig, formats: Collection[str]) -> None:
+def _check_formats(family: Family, settings: ModelConfig, formats: Collection[str]) -> None:
     """What LoHa and LoKr are written in, and the one layout that has no place for DoRA."""
     kind = settings.adapter_kind
     if kind != "lora":
@@ -111,7 +109,7 @@ def _check_formats(family: "Family", settings: ModelConfig, formats: Collection[
         )
 
 
-def _check_kind(family: "Family", kind: str, formats: Collection[str]) -> None:
+def _check_kind(family: Family, kind: str, formats: Collection[str]) -> None:
     title = TITLES[kind]
     if not all(name in LAYOUTS and kind in LAYOUTS[name].kinds for name in formats):
         raise ConfigError.said(
@@ -133,7 +131,7 @@ def _check_kind(family: "Family", kind: str, formats: Collection[str]) -> None:
 
 
 def _check_readers(
-    model: nn.ModuleDict, chosen: list[str], family: "Family", settings: ModelConfig, formats: Collection[str]
+    model: nn.ModuleDict, chosen: list[str], family: Family, settings: ModelConfig, formats: Collection[str]
 ) -> None:
     config = getattr(model["unet"], "config", None) if "unet" in model else None
     if lost := unreadable(chosen, family, formats, config):
@@ -172,7 +170,7 @@ def _not_carried(text: str, lost: list[str]) -> ConfigError:
     )
 
 
-def _user_pattern(text: str, family: "Family") -> re.Pattern[str]:
+def _user_pattern(text: str, family: Family) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
@@ -186,7 +184,7 @@ def _user_pattern(text: str, family: "Family") -> re.Pattern[str]:
         ) from error
 
 
-def _no_match(text: str, names: list[str], family: "Family") -> ConfigError:
+def _no_match(text: str, names: list[str], family: Family) -> ConfigError:
     presets = ", ".join(family.lora_targets)
     return ConfigError(
         t(pt=f"nenhuma camada do modelo combina com `{text}`", en=f"no layer of the model matches `{text}`"),

@@ -88,31 +88,28 @@ def _renamed(name: str, table: Mapping[str, str]) -> str:
 
 
 def locate_unet(part: Part, config: Mapping[str, Any]) -> Locate:
-    """input_blocks and output_blocks number all layers of all levels in one row."""
     layers = int(config["layers_per_block"])
-    crossed = ["Cross" in kind for kind in config["up_block_types"]]
+    return lambda name: [Piece(part.key(each)) for each in original_unet_names(name, layers)]
 
-    def ldm(name: str) -> str:
-        if m := _UNET_BLOCK.fullmatch(name):
-            side, level, kind, index, rest = m[1], int(m[2]), m[3], int(m[4]), m[5]
-            first = 1 + level * (layers + 1) if side == "down" else level * (layers + 1)
-            row = "input_blocks" if side == "down" else "output_blocks"
-            if kind == "resnets":
-                return f"{row}.{first + index}.0.{_renamed(rest, _RESNET)}"
-            if kind == "attentions":
-                return f"{row}.{first + index}.1.{rest}"
-            if kind == "downsamplers":
-                return f"{row}.{first + layers}.0.op.{rest.removeprefix('conv.')}"
-            return f"{row}.{first + layers}.{2 if crossed[level] else 1}.{rest}"
-        if m := _UNET_MID.fullmatch(name):
-            return (
-                f"middle_block.1.{m[3]}"
-                if m[1] == "attentions"
-                else f"middle_block.{2 * int(m[2])}.{_renamed(m[3], _RESNET)}"
-            )
-        return _renamed(name, _UNET_STEM)
 
-    return lambda name: [Piece(part.key(ldm(name)))]
+def original_unet_names(name: str, layers: int) -> list[str]:
+    """input_blocks and output_blocks number all layers of all levels in one row. An upsampler comes after the attention, if
+    its level has any: both places are named."""
+    if m := _UNET_BLOCK.fullmatch(name):
+        side, level, kind, index, rest = m[1], int(m[2]), m[3], int(m[4]), m[5]
+        first = 1 + level * (layers + 1) if side == "down" else level * (layers + 1)
+        row = "input_blocks" if side == "down" else "output_blocks"
+        if kind == "resnets":
+            return [f"{row}.{first + index}.0.{_renamed(rest, _RESNET)}"]
+        if kind == "attentions":
+            return [f"{row}.{first + index}.1.{rest}"]
+        if kind == "downsamplers":
+            return [f"{row}.{first + layers}.0.op.{rest.removeprefix('conv.')}"]
+        return [f"{row}.{first + layers}.{place}.{rest}" for place in (2, 1)]
+    if m := _UNET_MID.fullmatch(name):
+        attention = m[1] == "attentions"
+        return [f"middle_block.1.{m[3]}" if attention else f"middle_block.{2 * int(m[2])}.{_renamed(m[3], _RESNET)}"]
+    return [_renamed(name, _UNET_STEM)]
 
 
 def locate_vae(part: Part, config: Mapping[str, Any]) -> Locate:

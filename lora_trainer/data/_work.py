@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -29,21 +30,17 @@ class Encoder(Protocol):
     parts: list[PartRow]
 
 
+@dataclass
 class Work(Generic[Network, Entry]):
     """A network, loaded when it is first needed, and again one rung down whenever memory runs out."""
 
-    def __init__(
-        self,
-        phase: str,
-        device: torch.device,
-        load: Callable[[], Network],
-        encode: Callable[[Network, Entry], Example],
-        encoder: Encoder,
-        on_oom: OnOom,
-    ) -> None:
-        self.phase, self.device, self.load, self.encode = phase, device, load, encode
-        self.encoder, self.on_oom = encoder, on_oom
-        self.network: Network | None = None
+    phase: str
+    device: torch.device
+    load: Callable[[], Network]
+    encode: Callable[[Network, Entry], Example]
+    encoder: Encoder
+    on_oom: OnOom
+    network: Network | None = None
 
     def do(self, entry: Entry) -> Example:
         """Encode one entry, on whatever rung it takes."""
@@ -86,13 +83,18 @@ def load_text_encoders(encoder: Encoder, device: torch.device) -> nn.ModuleDict:
 
 def load_vae(encoder: Encoder, device: torch.device) -> nn.Module:
     on_cpu = encoder.encoding.images_on_cpu
-    device = torch.device("cpu") if on_cpu else device
+    vae = open_vae(encoder, torch.device("cpu") if on_cpu else device, on_cpu=on_cpu)
+    _note(encoder, describe_parts({"vae": vae}))
+    return vae
+
+
+def open_vae(encoder: Encoder, device: torch.device, *, on_cpu: bool = False) -> nn.Module:
+    """`on_cpu`: moved there, to save the device's memory."""
     with place(on_cpu):
         vae = encoder.family.load_vae(device, encoder.image_dtype)
     if not on_cpu:
         hold(vae)
     slice_where_unfused(vae, device, encoder.family.vae_dtype(encoder.image_dtype))
-    _note(encoder, describe_parts({"vae": vae}))
     return vae
 
 

@@ -80,15 +80,15 @@ def fit(size: tuple[int, int], rule: BucketRule) -> Fit | None:
     if not rule.enabled:
         covers = size[0] >= rule.fixed[0] and size[1] >= rule.fixed[1]
         return cover(size, rule.fixed) if covers or rule.upscale else None
-    best: tuple[float, tuple[int, int]] | None = None
-    for target in _candidates(size, rule):
-        scale = max(target[0] / size[0], target[1] / size[1])
-        area = target[0] * target[1]
-        kept = area / (size[0] * size[1] * scale * scale)
-        score = (area * min(1.0, kept) ** 2, target)
-        if best is None or score > best:
-            best = score
+    best = max(((_score(size, target), target) for target in _candidates(size, rule)), default=None)
     return cover(size, best[1]) if best else None
+
+
+def _score(size: tuple[int, int], target: tuple[int, int]) -> float:
+    scale = max(target[0] / size[0], target[1] / size[1])
+    area = target[0] * target[1]
+    kept = area / (size[0] * size[1] * scale * scale)
+    return area * min(1.0, kept) ** 2
 
 
 def _candidates(size: tuple[int, int], rule: BucketRule) -> list[tuple[int, int]]:

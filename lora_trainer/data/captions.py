@@ -72,27 +72,24 @@ class CaptionReader:
             )
         for table in filter(None, self._tables.values()):
             self._report_table(table)
-        for folder in self.found.folders:
-            self._report_lookalikes(folder)
+        for path in (folder.others[name] for folder in self.found.folders for name in lookalikes(folder.others)):
+            self.notes.warn(
+                pt=f"{self.found.name(path)} não foi lido: o nome esperado é metadata.jsonl ou metadata.csv",
+                en=f"{self.found.name(path)} was not read: the name expected is metadata.jsonl or metadata.csv",
+            )
 
     # -- finding
 
     def _find(self, image: Path) -> tuple[tuple[str, ...], str]:
-        others = self._folders[image.parent].others
-        for suffix in (".txt", ".caption"):
-            path = others.get(nfc(image.stem).lower() + suffix)
-            text = self._file_text(path) if path else ""
-            if path and text:
-                return (text,), self.found.name(path)
-        texts, source = self._row(image)
-        if texts:
-            return texts, source
-        for folder in self._upwards(image.parent):
-            path = self._folders[folder].others.get("default.txt") if folder in self._folders else None
-            text = self._file_text(path) if path else ""
-            if path and text:
-                return (text,), self.found.name(path)
-        return (), ""
+        stem, folders = nfc(image.stem).lower(), [f for f in self._upwards(image.parent) if f in self._folders]
+        own = self._text_of(image.parent, f"{stem}.txt") or self._text_of(image.parent, f"{stem}.caption") or self._row(image)
+        shared = (self._text_of(folder, "default.txt") for folder in folders)
+        return own or next(filter(None, shared), ((), ""))
+
+    def _text_of(self, folder: Path, name: str) -> tuple[tuple[str, ...], str] | None:
+        path = self._folders[folder].others.get(name)
+        text = self._file_text(path) if path else ""
+        return ((text,), self.found.name(path)) if path and text else None
 
     def _upwards(self, folder: Path) -> Iterable[Path]:
         yield folder
@@ -100,7 +97,7 @@ class CaptionReader:
             folder = folder.parent
             yield folder
 
-    def _row(self, image: Path) -> tuple[tuple[str, ...], str]:
+    def _row(self, image: Path) -> tuple[tuple[str, ...], str] | None:
         for folder in self._upwards(image.parent):
             table = self._tables.get(folder)
             if table is None:
@@ -110,10 +107,11 @@ class CaptionReader:
                 key = nfc(image.name)
             if key in table.captions:
                 self._rows_used.setdefault(table.path, set()).add(key)
-                return table.captions[key], self.found.name(table.path)
+                texts = table.captions[key]
+                return (texts, self.found.name(table.path)) if texts else None
             self._without_row.setdefault(table.path, []).append(self.found.name(image))
-            return (), ""
-        return (), ""
+            return None
+        return None
 
     def _file_text(self, path: Path) -> str:
         try:
@@ -177,14 +175,6 @@ class CaptionReader:
             self.notes.warn(
                 pt=f"{name}: {counted(len(without), 'imagem', 'imagens')} sem linha: {naming(without)}",
                 en=f"{name}: {counted(len(without), 'image', 'images')} without a row: {naming(without)}",
-            )
-
-    def _report_lookalikes(self, folder: Folder) -> None:
-        for lookalike in lookalikes(folder.others):
-            name = self.found.name(folder.others[lookalike])
-            self.notes.warn(
-                pt=f"{name} não foi lido: o nome esperado é metadata.jsonl ou metadata.csv",
-                en=f"{name} was not read: the name expected is metadata.jsonl or metadata.csv",
             )
 
 

@@ -13,7 +13,7 @@ from ..errors import t
 
 _SPACE = re.compile(r"[ \t\n]*")
 _HALF = re.compile("[\ud800-\udfff]")
-_CHAT_KEYS = ("messages", "conversations", "conversation", "mensagens", "conversa", "conversas", "dialog", "dialogue")
+CHAT = ("messages", "conversations", "conversation", "mensagens", "conversa", "conversas", "dialog", "dialogue")
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,10 @@ class FileRows:
     def fail(self, line: int, what: str, column: int | None = None) -> None:
         place = f"{self.name}:{line}" if column is None else f"{self.name}:{line}:{column}"
         self.problems.append(f"{place}: {what}")
+
+    def fail_at(self, place: int, text: str, what: str) -> None:
+        """`place` in the file's `text`."""
+        self.fail(_line_of(text, place), what, place - text.rfind("\n", 0, place))
 
 
 def read_json(text: str, name: str, *, plain: bool = False) -> FileRows:
@@ -103,7 +107,7 @@ def _unwrapped(text: str, out: FileRows) -> FileRows:
     """The rows of `{"data": [{…}, …]}`; a conversation's own list of turns is no wrapper."""
     fields = out.rows[0].fields if out.rows else {}
     lists = [key for key, value in fields.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    if out.plain or len(lists) != 1 or lists[0].strip().lower() in _CHAT_KEYS:
+    if out.plain or len(lists) != 1 or lists[0].strip().lower() in CHAT:
         return out
     found = re.search(re.escape(json.dumps(lists[0], ensure_ascii=False)) + r"\s*:\s*\[", text)
     if found is None:
@@ -132,17 +136,16 @@ def _array(text: str, start: int, out: FileRows, alone: bool = True) -> None:
         if text[place : place + 1] == ",":
             comma, place = place, _skip(text, place + 1)
             if text[place : place + 1] == "]":
-                out.fail(_line_of(text, comma), _trailing_comma("]"), _column_of(text, comma))
+                out.fail_at(comma, text, _trailing_comma("]"))
                 return
         elif text[place : place + 1] != "]":
-            out.fail(_line_of(text, end), _between(text[place : place + 1]), _column_of(text, end))
+            out.fail_at(end, text, _between(text[place : place + 1]))
             return
     rest = _skip(text, place + 1)
     if place >= len(text):
-        out.fail(_line_of(text, len(text)), t(pt="a lista não termina: falta `]`", en="the list has no end: no `]`"))
+        out.fail(_line_of(text, len(text)), _between(""))
     elif alone and rest < len(text):
-        what = t(pt="há texto depois do fim da lista", en="there is text after the end of the list")
-        out.fail(_line_of(text, rest), what, _column_of(text, rest))
+        out.fail_at(rest, text, t(pt="há texto depois do fim da lista", en="there is text after the end of the list"))
 
 
 def _between(met: str) -> str:
@@ -158,10 +161,6 @@ def _skip(text: str, place: int) -> int:
 
 def _line_of(text: str, place: int) -> int:
     return text.count("\n", 0, place) + 1
-
-
-def _column_of(text: str, place: int) -> int:
-    return place - text.rfind("\n", 0, place)
 
 
 def _endless() -> str:

@@ -13,12 +13,11 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import nn
 
-from ..engine.attention import slice_where_unfused
-from ..engine.tracker import hold
 from ..engine.vae_tiling import decodes_tiled, tiled
 from ..errors import t
 from ..modality import Desk, Previews
 from ..seam.family import Example, ImageFamily, Sampling
+from ._work import open_vae
 from .encode import Encoder
 
 MARGIN, LABEL_HEIGHT, SMALLEST_CELL = 12, 34, 192
@@ -68,9 +67,7 @@ class ImagePreviews(Previews[Image.Image]):
             with self.plan.step_context():
                 *positive, without = self._conditions(model, [*prompts, negative], sampling.size)
                 latents = self.family.sample(model, positive, without, sampling)
-            vae = self.family.load_vae(self.device, self.encoder.image_dtype)
-            hold(vae)
-            slice_where_unfused(vae, self.device, self.family.vae_dtype(self.encoder.image_dtype))
+            vae = open_vae(self.encoder, self.device)
             with tiled(vae, self._in_tiles(sampling.size)):
                 return [to_image(self.family.decode_image(vae, one[None])[0]) for one in latents]
 

@@ -35,35 +35,23 @@ def _folder_lines(items: Sequence[ImageItem], most: int = 12) -> list[str]:
 
 
 def _set_lines(dataset: Dataset) -> list[str]:
-    lines = []
     sources = Counter(_source_kind(item) for item in dataset.training)
-    told = ", ".join(f"{count} {kind}" for kind, count in sources.most_common())
-    lines.append(t(pt=f"legendas: {told}", en=f"captions: {told}"))
-    if dataset.regularization:
-        images, draws = len(dataset.regularization), sum(item.repeats for item in dataset.regularization)
-        lines.append(
-            t(
-                pt=f"regularização: {counted(images, 'imagem', 'imagens')}, {draws} exemplos por época "
-                f"(peso {dataset.config.prior_weight:g})",
-                en=f"regularization: {counted(images, 'image', 'images')}, {draws} examples per epoch "
-                f"(weight {dataset.config.prior_weight:g})",
-            )
-        )
-    if dataset.validation:
-        names = naming([item.name for item in dataset.validation])
-        lines.append(
-            t(
-                pt=f"validação: {len(dataset.validation)} fora do treino: {names}",
-                en=f"validation: {len(dataset.validation)} held out: {names}",
-            )
-        )
-    copies = Counter(item.facts.content for item in dataset.training)
-    repeated = sum(count - 1 for count in copies.values())
-    if repeated:
-        lines.append(
-            t(pt=f"cópias idênticas de outra imagem: {repeated}", en=f"exact copies of another image: {repeated}")
-        )
-    return lines
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sources.most_common())
+    images, draws = len(dataset.regularization), sum(item.repeats for item in dataset.regularization)
+    held, names = len(dataset.validation), naming([item.name for item in dataset.validation])
+    repeated = len(dataset.training) - len({item.content for item in dataset.training})
+    told = {
+        t(pt=f"legendas: {kinds}", en=f"captions: {kinds}"): True,
+        t(
+            pt=f"regularização: {counted(images, 'imagem', 'imagens')}, {draws} exemplos por época "
+            f"(peso {dataset.config.prior_weight:g})",
+            en=f"regularization: {counted(images, 'image', 'images')}, {draws} examples per epoch "
+            f"(weight {dataset.config.prior_weight:g})",
+        ): images,
+        t(pt=f"validação: {held} fora do treino: {names}", en=f"validation: {held} held out: {names}"): held,
+        t(pt=f"cópias idênticas de outra imagem: {repeated}", en=f"exact copies of another image: {repeated}"): repeated,
+    }
+    return [line for line, holds in told.items() if holds]
 
 
 def _source_kind(item: ImageItem) -> str:
@@ -103,11 +91,9 @@ def bucket_lines(dataset: Dataset) -> list[str]:
 def step_lines(plan: BatchPlan, epochs: int) -> list[str]:
     """images × repeats ÷ (batch × accumulation) = steps, with the micro-batches that buckets leave short."""
     draws, batches, steps = plan.dataset.draws_per_epoch, plan.batches_per_epoch, plan.steps_per_epoch
-    full = -(-draws // plan.batch_size)
-    extra = batches - full
-    short = ""
-    if extra:
-        short = t(pt=f" ({extra} a mais por haver vários buckets)", en=f" ({extra} more, as there are several buckets)")
+    extra = batches - -(-draws // plan.batch_size)
+    more = t(pt=f" ({extra} a mais por haver vários buckets)", en=f" ({extra} more, as there are several buckets)")
+    short = more if extra else ""
     return [
         t(
             pt=f"{draws} exemplos por época ÷ lote {plan.batch_size} = {batches} micro-lotes{short} "
@@ -129,13 +115,12 @@ def token_lines(dataset: Dataset, count_tokens: Callable[[str], int], limit: int
     name = item.caption.source if item.caption.own else item.name
     lost = dropped_tail(text, count_tokens, limit)
     lost = lost if len(lost) <= 80 else lost[:50] + " … " + lost[-25:]
-    count = counted(
-        len(long), t(pt="legenda passa", en="caption exceeds"), t(pt="legendas passam", en="captions exceed")
-    )
+    one, many = t(pt="legenda passa de", en="caption exceeds"), t(pt="legendas passam de", en="captions exceed")
+    head = f"{counted(len(long), one, many)} {limit} tokens"
     return [
         t(
-            pt=f"{count} de {limit} tokens; a maior: {name} ({longest}). Fica de fora: “{lost}”",
-            en=f"{count} {limit} tokens; the longest: {name} ({longest}). Left out: “{lost}”",
+            pt=f"{head}; a maior: {name} ({longest}). Fica de fora: “{lost}”",
+            en=f"{head}; the longest: {name} ({longest}). Left out: “{lost}”",
         )
     ]
 

@@ -64,7 +64,7 @@ class Scanner:
 
     def scan(self, root: Path, *, regularization: bool = False, exclude: Iterable[Path] = ()) -> list[ImageItem]:
         """Items of one data folder, sorted by name. Raises DataError at once if the folder itself is unusable."""
-        _check_root(root, shown("data", "regularization_dir" if regularization else "data_dir"))
+        _check_root(root, "regularization_dir" if regularization else "data_dir")
         found = walk(root, recursive=self.config.recursive, exclude=exclude)
         paths = [image for folder in found.folders for image in folder.images]
         if not paths and not found.unreadable:
@@ -93,7 +93,7 @@ class Scanner:
             return {}
         folder = Path(self.config.mask_dir) if self.config.mask_dir is not None else None
         if folder is not None:
-            _check_root(folder, where=shown("data", "mask_dir"))
+            _check_root(folder, "mask_dir")
         wanted = mask_paths(list(facts), found, folder)
         mask_facts, reasons = check_files(
             sorted(set(wanted.values())), self.index, self.config.max_pixels, self.progress
@@ -189,64 +189,49 @@ class Scanner:
             summary = t(pt="regularização: ", en="regularization: ") + summary
         names = naming([item.name for item in bare])
         if self.config.uncaptioned == "stop":
-            self.notes.fail(
-                f"{summary}: {names}",
-                t(
-                    pt="escreva as legendas, ou use dados.sem_legenda: usar",
-                    en="write the captions, or set data.uncaptioned: use",
-                ),
-            )
+            pt, en = "escreva as legendas, ou use dados.sem_legenda: usar", "write the captions, or set data.uncaptioned: use"
+            self.notes.fail(f"{summary}: {names}", t(pt=pt, en=en))
         elif self.config.uncaptioned == "skip":
             for item in bare:
                 self.notes.exclude(t(pt="sem legenda", en="no caption"), item.name)
             return [item for item in items if item.caption.own]
         elif any(item.caption.source == "none" for item in bare):
-            self.notes.warnings.append(
-                summary
-                + t(
-                    pt=f" nem palavra-gatilho: treinam sem texto ({names})",
-                    en=f" nor a trigger word: trained without text ({names})",
-                )
+            self.notes.warn(
+                pt=f"{summary} nem palavra-gatilho: treinam sem texto ({names})",
+                en=f"{summary} nor a trigger word: trained without text ({names})",
             )
         else:
-            self.notes.notes.append(
-                summary
-                + t(
-                    pt=f": vale a palavra-gatilho ou o nome da pasta ({names})",
-                    en=f": the trigger or the folder's name counts ({names})",
-                )
+            self.notes.note(
+                pt=f"{summary}: vale a palavra-gatilho ou o nome da pasta ({names})",
+                en=f"{summary}: the trigger or the folder's name counts ({names})",
             )
         return items
 
 
-def _check_root(root: Path, where: str = "") -> None:
-    if root.is_dir():
-        return
-    name = printable(str(root))
-    if root.exists():
-        problem = t(pt=f"{name} é um arquivo; preciso de uma pasta", en=f"{name} is a file; a folder is needed")
-    else:
-        problem = t(pt=f"a pasta não existe: {name}", en=f"no such folder: {name}")
-    raise DataError(problem, where=where or shown("data", "data_dir"))
+def _check_root(root: Path, option: str) -> None:
+    """`option` of `data` names it."""
+    name, where = printable(str(root)), shown("data", option)
+    if not root.exists():
+        raise DataError.said(pt=f"a pasta não existe: {name}", en=f"no such folder: {name}", where=where)
+    if not root.is_dir():
+        raise DataError.said(
+            pt=f"{name} é um arquivo; preciso de uma pasta", en=f"{name} is a file; a folder is needed", where=where
+        )
 
 
 def _nothing(found: Found) -> DataError:
-    suffixes = " ".join(sorted(readable_suffixes()))
-    hint = t(pt=f"extensões aceitas: {suffixes}", en=f"accepted suffixes: {suffixes}")
-    if found.skipped_subfolders:
-        count = found.skipped_subfolders
-        hint += t(
-            pt=f". Há {counted(count, 'subpasta', 'subpastas')}: use dados.recursivo: sim",
-            en=f". There are {counted(count, 'sub-folder', 'sub-folders')}: set data.recursive: true",
-        )
-    if found.runs:
-        hint += t(
-            pt=f". Pastas de execuções não são lidas: {naming(found.runs)}",
-            en=f". Run folders are not read: {naming(found.runs)}",
-        )
-    if found.unsupported:
-        hint += t(pt=f". Não lidos: {naming(found.unsupported)}", en=f". Not read: {naming(found.unsupported)}")
-    root = printable(str(found.root))
+    suffixes, count = " ".join(sorted(readable_suffixes())), found.skipped_subfolders
+    runs, unsupported, root = naming(found.runs), naming(found.unsupported), printable(str(found.root))
+    hints = {
+        t(pt=f"extensões aceitas: {suffixes}", en=f"accepted suffixes: {suffixes}"): True,
+        t(
+            pt=f"Há {counted(count, 'subpasta', 'subpastas')}: use dados.recursivo: sim",
+            en=f"There are {counted(count, 'sub-folder', 'sub-folders')}: set data.recursive: true",
+        ): count,
+        t(pt=f"Pastas de execuções não são lidas: {runs}", en=f"Run folders are not read: {runs}"): runs,
+        t(pt=f"Não lidos: {unsupported}", en=f"Not read: {unsupported}"): unsupported,
+    }
+    hint = ". ".join(line for line, holds in hints.items() if holds)
     return DataError(t(pt=f"nenhuma imagem em {root}", en=f"no image in {root}"), hint=hint)
 
 

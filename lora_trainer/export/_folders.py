@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +105,13 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+def header_bytes(header: Mapping[str, object]) -> bytes:
+    """How a safetensors file begins."""
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
 def write_tensors(path: Path, entries: Sequence[Entry]) -> None:
     """A safetensors file; memory holds one tensor."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -112,10 +119,8 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> None:
     for entry in entries:
         start, end = end, end + entry.nbytes
         header[entry.name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(header_bytes(header))
         for entry in entries:
             tensor = entry.make().contiguous()
             assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), entry.name

@@ -49,15 +49,14 @@ def write_gguf_lora(
     UserError, and nothing written, for what llama.cpp cannot load; all such modules are named together.
     """
     arch = architecture_for(config)
-    targets = _targets(lora, config, arch)
-    first = next(iter(lora.values()))
-    alpha = first.alpha
+    doras = [name for name, module in lora.items() if module.magnitude is not None]
+    targets = _checked_targets(lora, doras, config, arch)
+    alpha = next(iter(lora.values())).alpha
     tensors: dict[str, Tensor] = {}
     for name, module in lora.items():
         fitted, target = module.with_scale(alpha / module.rank), targets[name]
-        up = fitted.up.flatten(1)
         tensors[f"{target.tensor}.lora_a"] = fitted.down.flatten(1)
-        tensors[f"{target.tensor}.lora_b"] = _in_file_order(up, target.order)
+        tensors[f"{target.tensor}.lora_b"] = _in_file_order(fitted.up.flatten(1), target.order)
     stored = {name: tensor.to(DTYPES[precision]).contiguous() for name, tensor in tensors.items()}
     _refuse_non_finite(stored, path)
     _write(path, stored, {"arch": arch, "alpha": alpha, "name": path.stem, "base": base})
@@ -76,8 +75,8 @@ def read_gguf_lora(path: Path, config: Any, names: Collection[str]) -> Lora:
     lora: Lora = {}
     for name, target in targets.items():
         if target is None or f"{target.tensor}.lora_a" not in file.tensors:
-            raise SourceError(
-                t(pt=f"{path.name} não tem o módulo {name}", en=f"{path.name} lacks the module {name}"), where=str(path)
+            raise SourceError.said(
+                pt=f"{path.name} não tem o módulo {name}", en=f"{path.name} lacks the module {name}", where=str(path)
             )
         down, stored = (_values(file, f"{target.tensor}.lora_{letter}") for letter in "ab")
         up = stored if target.order is None else stored[target.order]
@@ -98,14 +97,11 @@ def architecture_for(config: Any) -> str:
     return by_type[config.model_type]
 
 
-def modelfile(base: str, adapter: str, *, system: str = "", context: int = 0) -> str:
+def modelfile(base: str, adapter: str, *, context: int = 0) -> str:
     """What `ollama create NAME -f Modelfile` reads; paths relative to it. The chat template comes with the base."""
     lines = [f"FROM {_ollama_path(base)}", f"ADAPTER {_ollama_path(adapter)}"]
     if context:
         lines.append(f"PARAMETER num_ctx {context}")
-    if system:
-        assert '"""' not in system
-        lines.append(f'SYSTEM """{system}"""')
     return "\n".join(lines) + "\n"
 
 
@@ -113,10 +109,6 @@ def _ollama_path(name: str) -> str:
     """A file needs a directory before it, or Ollama takes it for the name of a model in its library."""
     is_file = name.lower().endswith(".gguf") and not Path(name).is_absolute() and not name.startswith(".")
     return f"./{name}" if is_file else name
-
-
-def _targets(lora: Lora, config: Any, arch: str) -> dict[str, _Target]:
-    return _checked_targets(lora, [name for name, module in lora.items() if module.magnitude is not None], config, arch)
 
 
 def _checked_targets(names: Collection[str], dora: Collection[str], config: Any, arch: str) -> dict[str, _Target]:
@@ -127,9 +119,7 @@ def _checked_targets(names: Collection[str], dora: Collection[str], config: Any,
         problem = t(pt="o llama.cpp não carrega DoRA", en="llama.cpp does not load DoRA")
         raise UserError(f"{problem}: {_few(doras)}", t(pt=WAY_OUT[0], en=WAY_OUT[1]))
     if wrong:
-        problem = t(
-            pt="o llama.cpp não carrega um LoRA destes módulos", en="llama.cpp does not load a LoRA of these modules"
-        )
+        problem = t(pt="o llama.cpp não carrega um LoRA destes módulos", en="llama.cpp does not load a LoRA of these modules")
         raise UserError(f"{problem}: {_few(wrong)}", t(pt=WAY_OUT[0], en=WAY_OUT[1]))
     return {name: target for name, target in found.items() if target is not None}
 

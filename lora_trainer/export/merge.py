@@ -10,26 +10,28 @@ Left out: adapters on tensors that transformers builds from several of the file'
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..config.schema import ModelConfig
 from ..engine.tracker import host_memory
 from ..errors import SourceError, t
+from ..families.causal_lm.attention import texts_of
+from ..families.causal_lm.base import Stored
+from ..families.causal_lm.family import CausalLM
+from ..families.causal_lm.loss import find_targets
+from ..files.sources import open_source
 from ..layouts.lora import Lora, LoraModule
 from ..layouts.peft import LANGUAGE_PART as PART
+from ..seam.family import Batch
+from ..techniques import MemoryPlan
 from ._folders import Entry, new_folder, write_shards, write_text
-
-if TYPE_CHECKING:
-    from ..families.causal_lm.base import Stored
-    from ..families.causal_lm.family import CausalLM
-    from ..seam.family import Batch
-    from ..techniques import MemoryPlan
 
 HEAD, EMBEDDINGS = "lm_head", "model.embed_tokens.weight"
 """As all tied models of transformers name them."""
@@ -89,7 +91,7 @@ class Drift:
 
 
 def merge(
-    family: "CausalLM", lora: Lora, folder: Path, dtype: torch.dtype = torch.bfloat16, shard_bytes: int = 5_000_000_000
+    family: CausalLM, lora: Lora, folder: Path, dtype: torch.dtype = torch.bfloat16, shard_bytes: int = 5_000_000_000
 ) -> Merged:
     """Write the merged model in `dtype` (its matrices and vectors alike); SourceError where a module has no tensor."""
     merged = Merged(folder)
@@ -109,7 +111,7 @@ def _parameter(path: str) -> str:
     return f"{path.removeprefix(f'{PART}.')}.weight"
 
 
-def _by_key(family: "CausalLM", lora: Lora) -> dict[str, LoraModule]:
+def _by_key(family: CausalLM, lora: Lora) -> dict[str, LoraModule]:
     """Name in the base's files -> the module that changes it."""
     keys = {path: family.base.key_of(_parameter(path)) for path in lora}
     lost = [path for path, key in keys.items() if key is None and not _is_tied_head(family, path)]
@@ -125,11 +127,11 @@ def _by_key(family: "CausalLM", lora: Lora) -> dict[str, LoraModule]:
     return {key: lora[path] for path, key in keys.items() if key is not None and not _is_tied_head(family, path)}
 
 
-def _is_tied_head(family: "CausalLM", path: str) -> bool:
+def _is_tied_head(family: CausalLM, path: str) -> bool:
     return bool(family.config.tie_word_embeddings) and path == f"{PART}.{HEAD}"
 
 
-def _entry(key: str, stored: "Stored", module: LoraModule | None, dtype: torch.dtype, merged: Merged) -> Entry:
+def _entry(key: str, stored: Stored, module: LoraModule | None, dtype: torch.dtype, merged: Merged) -> Entry:
     def make() -> Tensor:
         with host_memory():
             weight = stored.read()
@@ -138,7 +140,7 @@ def _entry(key: str, stored: "Stored", module: LoraModule | None, dtype: torch.d
     return Entry(key, stored.shape, stored.dtype or dtype, make)
 
 
-def _own_head(family: "CausalLM", path: str, module: LoraModule, dtype: torch.dtype, merged: Merged) -> Entry:
+def _own_head(family: CausalLM, path: str, module: LoraModule, dtype: torch.dtype, merged: Merged) -> Entry:
     """An adapter on a head that shares the embeddings' weight gives the merged model a head of its own."""
     key = family.base.key_of(EMBEDDINGS)
     assert key is not None, "the usual names, or the head would not be known as tied"
@@ -164,7 +166,7 @@ def _added(key: str, weight: Tensor, module: LoraModule, dtype: torch.dtype, mer
     return out
 
 
-def _write_configs(family: "CausalLM", place: Path, dtype: torch.dtype, *, untied: bool) -> None:
+def _write_configs(family: CausalLM, place: Path, dtype: torch.dtype, *, untied: bool) -> None:
     config: dict[str, Any] = family.config.to_dict()
     config = {
         key: value
@@ -192,20 +194,16 @@ def _class_name(model_type: str) -> str:
 
 @torch.no_grad()
 def measure_drift(
-    family: "CausalLM",
+    family: CausalLM,
     trained: nn.ModuleDict,
     merged: Path,
-    batches: Sequence["Batch"],
-    plan: "MemoryPlan | None" = None,
+    batches: Sequence[Batch],
+    plan: MemoryPlan | None = None,
 ) -> Drift:
     """Between the live model (adapters on, base as it was trained on) and the merged folder, loaded in its own dtype.
 
     `plan` may stream the merged model, from disk if need be. Its device is that of the live model.
     """
-    from ..config.schema import ModelConfig
-    from ..families.causal_lm.family import CausalLM
-    from ..files.sources import open_source
-
     other = CausalLM.open(open_source(str(merged)), ModelConfig(base_model=str(merged)))
     device = family.probe(trained).device
     dtype = getattr(torch, str(other.config.dtype).removeprefix("torch."))
@@ -213,25 +211,16 @@ def measure_drift(
     model = other.load_model(device, dtype, prepare=prepare)
     if plan:
         plan.wrap(model, other.blocks(model))
-    pairs = [(_log_shares(family, trained, b), _log_shares(other, model, b), _targets(b)) for b in batches]
-    first, second = (torch.cat([pair[n] for pair in pairs]) for n in (0, 1))
-    tokens = torch.cat([pair[2] for pair in pairs])
+    pairs = [(_log_shares(family, trained, b), _log_shares(other, model, b)) for b in batches]
+    first, second = map(torch.cat, zip(*pairs, strict=True))
+    tokens = torch.cat([find_targets(b["labels"], b["weight"]).tokens.cpu() for b in batches])
     kl = F.kl_div(second, first, reduction="none", log_target=True).sum(1).mean()
     losses = tuple(float(-each.gather(1, tokens[:, None]).mean()) for each in (first, second))
     return Drift(float(kl), float((first.argmax(1) == second.argmax(1)).float().mean()), (losses[0], losses[1]))
 
 
-def _targets(batch: Mapping[str, Tensor]) -> Tensor:
-    from ..families.causal_lm.loss import find_targets
-
-    return find_targets(batch["labels"], batch["weight"]).tokens.cpu()
-
-
-def _log_shares(family: "CausalLM", model: nn.ModuleDict, batch: "Batch") -> Tensor:
+def _log_shares(family: CausalLM, model: nn.ModuleDict, batch: Batch) -> Tensor:
     """Log-probabilities (N, V) of the label tokens' places, float32 on the CPU."""
-    from ..families.causal_lm.attention import texts_of
-    from ..families.causal_lm.loss import find_targets
-
     model.eval()
     device = next(p.device for p in model.parameters() if p.device.type != "meta")
     batch = {name: value.to(device) for name, value in batch.items()}

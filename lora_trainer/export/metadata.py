@@ -10,20 +10,19 @@ Left out: ss_session_id and ss_training_started_at (they differ between equal ru
 import hashlib
 import heapq
 import json
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..config.schema import Config
 from ..errors import t
 from ..layouts.lora import LoraModule
 from ..layouts.lycoris import LycorisModule
 from ..layouts.table import Modules
-
-if TYPE_CHECKING:
-    from ..seam.family import Family
+from ..seam.family import Family
 
 MAX_BYTES = 1_000_000
 """Of the metadata as JSON. safetensors refuses headers over 100 MB; viewers choke far below."""
@@ -48,7 +47,7 @@ class RunFacts:
     buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
 
-def describe(family: "Family", config: Config, facts: RunFacts) -> dict[str, str]:
+def describe(family: Family, config: Config, facts: RunFacts) -> dict[str, str]:
     """All but what the tensors tell (network_facts, hashes), which save_adapter adds."""
     entries = {**_modelspec(config, facts), **_training(config, facts), **anonymous(family.metadata())}
     entries[CONFIG_KEY] = anonymous(config.model_dump(mode="json"))
@@ -145,21 +144,14 @@ def capped(metadata: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
         table = json.loads(entries.pop(_TAGS))
         total = sum(len(tags) for tags in table.values())
         entries[_TAGS], kept = _most_frequent(table, MAX_BYTES - _size({**entries, _TAGS: ""}))
-        notices.append(
-            t(
-                pt=f"metadados: só as {kept} etiquetas mais frequentes de {total} foram gravadas",
-                en=f"metadata: only the {kept} most frequent of {total} tags were written",
-            )
-        )
+        pt = f"metadados: só as {kept} etiquetas mais frequentes de {total} foram gravadas"
+        en = f"metadata: only the {kept} most frequent of {total} tags were written"
+        notices.append(t(pt=pt, en=en))
     while _size(entries) > MAX_BYTES:
         largest = max(entries, key=lambda key: len(entries[key].encode()))
         del entries[largest]
-        notices.append(
-            t(
-                pt=f"metadados: `{largest}` é grande demais e ficou de fora",
-                en=f"metadata: `{largest}` is too large and was left out",
-            )
-        )
+        pt, en = f"metadados: `{largest}` é grande demais e ficou de fora", f"metadata: `{largest}` is too large and was left out"
+        notices.append(t(pt=pt, en=en))
     return entries, notices
 
 
@@ -196,12 +188,8 @@ def _most_frequent(table: Mapping[str, Mapping[str, int]], budget: int) -> tuple
     """The table's most frequent tags whose JSON fits in `budget` bytes, and how many they are."""
     flat = ((count, folder, tag) for folder, tags in table.items() for tag, count in tags.items())
     top = heapq.nsmallest(_MOST_TAGS, flat, key=lambda item: (-item[0], item[1], item[2]))
-    low, high = 0, len(top)
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = len(json.dumps(_nested(top[:middle]), ensure_ascii=False).encode()) <= budget
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return _nested(top[:low]), low
+    kept = bisect_right(range(1, len(top) + 1), budget, key=lambda count: _size(_nested(top[:count])))
+    return _nested(top[:kept]), kept
 
 
 def _nested(rows: list[tuple[int, str, str]]) -> str:
@@ -219,8 +207,8 @@ def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else str(value)
 
 
-def _size(entries: Mapping[str, str]) -> int:
-    return len(json.dumps(dict(entries), ensure_ascii=False).encode())
+def _size(entries: Any) -> int:
+    return len(json.dumps(entries, ensure_ascii=False).encode())
 
 
 def _text(value: Any) -> str:

@@ -12,13 +12,15 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import peft
 from torch import nn
 
+from ..adapters import Adapter
 from ..engine.tracker import host_memory
 from ..errors import t
+from ..families.causal_lm.family import CausalLM
 from ..layouts import table
 from ..layouts.lora import Lora
 from ..layouts.peft import CONFIG, WEIGHTS
@@ -27,16 +29,11 @@ from ._folders import Entry, new_folder, write_tensors, write_text
 from .proof import Forward, Loaded, Verification, check_consumer, prove, read_back
 from .write import DTYPES, Precision, cast, prepared
 
-if TYPE_CHECKING:
-    from ..adapters import Adapter
-    from ..families.causal_lm.family import CausalLM
-
-
 
 def save_peft_folder(
     model: nn.ModuleDict,
-    adapter: "Adapter",
-    family: "CausalLM",
+    adapter: Adapter,
+    family: CausalLM,
     folder: Path,
     precision: Precision,
     facts: Mapping[str, str],
@@ -46,17 +43,12 @@ def save_peft_folder(
     packed = table.pack(lora, table.LAYOUTS["peft"], lambda path: f"base_model.model.{path}")
     tensors = cast(packed, DTYPES[precision], folder)
     entries = [Entry(key, tuple(x.shape), x.dtype, lambda x=x: x) for key, x in sorted(tensors.items())]  # type: ignore[misc]
-    config = peft_config(model[PART], lora, base_name(family))
+    config = peft_config(model[PART], lora, family.source.hub_id or str(family.source.path.resolve()))
     with new_folder(folder, sum(entry.nbytes for entry in entries)) as place:
         write_tensors(place / WEIGHTS, entries)
         write_text(place / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
         write_text(place / "README.md", model_card(config, facts))
     return folder
-
-
-def base_name(family: "CausalLM") -> str:
-    """Where a reader finds the base."""
-    return family.source.hub_id or str(family.source.path.resolve())
 
 
 def peft_config(model: nn.Module, lora: Lora, base: str) -> dict[str, Any]:
@@ -111,7 +103,7 @@ def model_card(config: Mapping[str, Any], facts: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def verify_peft_folder(model: nn.ModuleDict, adapter: "Adapter", folder: Path, forward: Forward) -> Verification:
+def verify_peft_folder(model: nn.ModuleDict, adapter: Adapter, folder: Path, forward: Forward) -> Verification:
     """Proof by peft's own loader, on the very model that was trained; model, adapter and random state stay as they were.
 
     Adapters on single experts are only read back: peft wants the experts fused, as they are in transformers' model.

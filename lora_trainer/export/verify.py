@@ -9,27 +9,25 @@ told. Left out: other programs (A1111, ComfyUI), which cannot be called from her
 import inspect
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import diffusers as diffusers_library
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..adapters import Adapter
+from ..adapters.layers import applied
 from ..engine.tracker import host_memory
 from ..errors import t
 from ..files.headers import read_header
 from ..layouts.lora import LoraModule
 from ..layouts.read import is_kohya
 from ..layouts.readers import loader_for, pipeline_for, proves
+from ..seam.family import Family
 from .proof import Forward, Load, Loaded, Verification, check_consumer, prove
 
-if TYPE_CHECKING:
-    from ..seam.family import Family
 
-
-def verify(model: nn.ModuleDict, adapter: Adapter, family: "Family", path: Path, forward: Forward) -> Verification:
+def verify(model: nn.ModuleDict, adapter: Adapter, family: Family, path: Path, forward: Forward) -> Verification:
     """Model, adapter and random state come out as they went in, also after an error."""
     layout = "kohya" if is_kohya(read_header(path, path.name)[0]) else "diffusers"
     loader = loader_for(family)
@@ -121,12 +119,8 @@ class Changed(nn.Module):
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         output: Tensor = self.base_layer(input, *args, **kwargs)
-        layer, kind = self.base_layer, input.device.type
+        kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
         with host_memory():
-            delta: Tensor = self.module.change(self.weight).view(self.weight.shape)
-        delta, input = delta.to(input.device, dtype), input.to(dtype)
-        if isinstance(layer, nn.Conv2d):
-            how: Any = (layer.stride, layer.padding, layer.dilation)
-            return (output + F.conv2d(input, delta, None, *how)).to(output.dtype)
-        return (output + F.linear(input, delta)).to(output.dtype)
+            delta: Tensor = self.module.change(self.weight)
+        return (output + applied(self.base_layer, input.to(dtype), delta.to(input.device, dtype))).to(output.dtype)

@@ -12,21 +12,19 @@ import logging
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from ..adapters import Adapter
 from ..adapters.targets import is_wide_conv
 from ..errors import DivergedError, t
 from ..layouts import diffusers, fused, kohya, lycoris_files
-from ._folders import new_file
+from ..seam.family import Family
+from ._folders import header_bytes, new_file
 from .metadata import capped, hashes, network_facts
-
-if TYPE_CHECKING:
-    from ..adapters import Adapter
-    from ..seam.family import Family
 
 Format = Literal["kohya", "diffusers"]
 Precision = Literal["fp16", "bf16", "fp32"]
@@ -39,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def save_adapter(
-    adapter: "Adapter", family: "Family", path: Path, format: Format, precision: Precision, metadata: Mapping[str, Any]
+    adapter: Adapter, family: Family, path: Path, format: Format, precision: Precision, metadata: Mapping[str, Any]
 ) -> Path:
     """Write `path`; DivergedError, and nothing written, if a value is not finite. Notices go to the log."""
     modules = prepared(adapter.modules(), precision, path, folded=format == "diffusers")
@@ -65,7 +63,7 @@ def prepared(modules: Any, precision: Precision, path: Path, *, folded: bool = F
     return {name: m.balanced() if any(map(_needs_balance, m.matrices)) else m for name, m in modules.items()}
 
 
-def _pack(modules: Any, kind: str, family: "Family", format: Format) -> dict[str, Tensor]:
+def _pack(modules: Any, kind: str, family: Family, format: Format) -> dict[str, Tensor]:
     prefixes = family.export_prefixes()
     if kind != "lora":
         return lycoris_files.pack(modules, prefixes, format)
@@ -117,10 +115,7 @@ def serialise(tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> bytes:
 
 
 def _with_header(header: Mapping[str, Any], metadata: Mapping[str, str], body: bytes) -> bytes:
-    entries = {"__metadata__": {"format": "pt", **dict(sorted(metadata.items()))}, **header}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text + body
+    return header_bytes({"__metadata__": {"format": "pt", **dict(sorted(metadata.items()))}, **header}) + body
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -41,12 +41,13 @@ class Terminal:
         if isinstance(early, io.StringIO):
             self.log.write(early.getvalue())
 
-    def say(self, text: str, style: str = "") -> None:
-        self.console.print(text, style=style, markup=False)
-        self.note(text)
+    def say(self, *texts: str, style: str = "") -> None:
+        for text in texts:
+            self.console.print(text, style=style, markup=False)
+            self.note(text)
 
-    def warn(self, text: str) -> None:
-        self.say(f"{t(pt='aviso', en='warning')}: {text}", style="yellow")
+    def warn(self, *texts: str) -> None:
+        self.say(*(f"{t(pt='aviso', en='warning')}: {text}" for text in texts), style="yellow")
 
     def phase(self, text: str) -> None:
         self.say(f"• {text}", style="bold")

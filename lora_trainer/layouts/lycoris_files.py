@@ -14,7 +14,7 @@ from torch import Tensor
 from . import kohya, table
 from .lora import portable_path
 from .lycoris import FACTORS, Lycoris, LycorisModule
-from .read import LoraFile, damaged, is_kohya, read_as_float32, refuse_other_forms
+from .read import LoraFile, damaged, read_as_float32, refuse_other_forms
 
 TRANSFORMER = "lycoris"
 """Prefix of a transformer's modules in kohya files."""
@@ -34,13 +34,11 @@ def read_lycoris(
 ) -> LoraFile[LycorisModule]:
     """A file of this kind, in float32. `paths`: the module paths the model can take; `prefixes`: part -> kohya prefix."""
     tensors, metadata = read_as_float32(path, lambda stored: refuse_other_forms(stored, kind, path))
-    spelled = {name: each for each in paths for name in _spellings(each, prefixes)}
-    flat = is_kohya(tensors)
+    spelled = {name: each for each in paths for name in _spellings(each, prefixes, layers_per_block)}
 
     def place(key: str) -> table.Place:
         name, _, factor = key.rpartition(".")
-        ours = spelled.get(name) or spelled.get(kohya.diffusers_name(name, layers_per_block) if flat else name)
-        return table.Place(name or key, ours, factor if factor in (*FACTORS[kind], "alpha") else None)
+        return table.Place(name or key, spelled.get(name), factor if factor in (*FACTORS[kind], "alpha") else None)
 
     found, strangers = table.gather(tensors, place, needed=())
     try:
@@ -50,9 +48,10 @@ def read_lycoris(
     return LoraFile(modules, strangers, metadata)
 
 
-def _spellings(path: str, prefixes: Mapping[str, str]) -> list[str]:
+def _spellings(path: str, prefixes: Mapping[str, str], layers_per_block: int) -> list[str]:
     part, _, rest = path.partition(".")
     own = [path, portable_path(path), kohya_name(path, prefixes), kohya.module_name(path, prefixes)]
+    own += kohya.original_names(path, prefixes, layers_per_block)
     if part not in ("unet", "transformer"):
         return own
     flat = rest.replace(".", "_")

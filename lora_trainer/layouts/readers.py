@@ -8,7 +8,7 @@ the dots.
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import diffusers
 import torch
@@ -16,15 +16,13 @@ from diffusers.loaders.lora_base import LoraBaseMixin
 from diffusers.utils import logging as diffusers_logging
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from ..seam.family import Family
 from ..seam.readers import DIFFUSERS
 from .diffusers import unpack
 from .kohya import module_name
 
-if TYPE_CHECKING:
-    from ..seam.family import Family
 
-
-def pipeline_for(family: "Family") -> Any:
+def pipeline_for(family: Family) -> Any:
     """diffusers' class that the user's base is for."""
     own = (family.source.config("model_index") or {}).get("_class_name")
     found = (getattr(diffusers, str(name), None) for name in (own, family.pipeline))
@@ -37,24 +35,24 @@ def _is_pipeline(found: Any) -> bool:
     return isinstance(found, type) and issubclass(found, base) and found is not base
 
 
-def loader_for(family: "Family") -> Any:
+def loader_for(family: Family) -> Any:
     """The part of that pipeline that loads LoRA files; None where it has none."""
     loaders = [base for base in pipeline_for(family).__mro__ if base.__module__.startswith("diffusers.loaders.")]
     return next((loader for loader in loaders if issubclass(loader, LoraBaseMixin) and loader is not LoraBaseMixin), None)
 
 
-def proves(family: "Family", layout: str, kind: str) -> bool:
+def proves(family: Family, layout: str, kind: str) -> bool:
     """Whether diffusers' loader, if there is one, makes of a file of this layout and kind what was trained."""
     kinds = family.loader_kinds if layout == DIFFUSERS else ("lora",)
     return DIFFUSERS in family.formats[layout] and kind in kinds
 
 
-def programs(family: "Family", layout: str, kind: str) -> list[str]:
+def programs(family: Family, layout: str, kind: str) -> list[str]:
     """Who reads a file of this layout and kind."""
     return [name for name in family.formats[layout] if name != DIFFUSERS or proves(family, layout, kind)]
 
 
-def unreadable(paths: Sequence[str], family: "Family", formats: Collection[str], config: Any) -> list[str]:
+def unreadable(paths: Sequence[str], family: Family, formats: Collection[str], config: Any) -> list[str]:
     """The `paths` that diffusers would not find again in a file of these formats; `config` is the UNet's."""
     if "kohya" not in formats or not paths:
         return []

@@ -42,4 +42,4 @@ class RunFacts:
     folder: RunFolder
     day: str
     total: int
-    tell: Callable[[str], None]
+    tell: Callable[..., None]

@@ -192,31 +192,23 @@ def _other_rates(settings: TrainingConfig) -> list[str]:
 def optimizer_notices(settings: TrainingConfig, device: torch.device) -> list[str]:
     """What is allowed but rarely meant."""
     row, rate, curve = chosen(settings), settings.learning_rate, settings.lr_scheduler
-    name, notices = row.name, []
-    if row.finds_rate and not 0.1 <= rate <= 10:
-        notices += [
-            t(
-                pt=f"{name} acha a taxa sozinho e espera taxa_aprendizado: 1.0; com {rate:g} quase não aprende",
-                en=f"{name} finds the rate by itself and expects learning_rate: 1.0; with {rate:g} it hardly learns",
-            )
-        ]
-    if not row.finds_rate and rate >= 0.1:
-        notices += [
-            t(
-                pt=f"taxa_aprendizado: {rate:g} é muito alta para {name}; o usual é de 1e-5 a 1e-2",
-                en=f"learning_rate: {rate:g} is very high for {name}; 1e-5 to 1e-2 is usual",
-            )
-        ]
-    if row.averages and curve != "constant":
-        notices += [
-            t(
-                pt=f"{name} dispensa curva de taxa; agendador: {curve} soma-se a ele",
-                en=f"{name} needs no schedule; lr_scheduler: {curve} comes on top of it",
-            )
-        ]
-    if row.unpaged and device.type == "cpu":
-        notices += [t(pt=f"{name} na CPU é o mesmo que {row.unpaged}", en=f"{name} on the CPU is just {row.unpaged}")]
-    return notices
+    name, on_cpu = row.name, device.type == "cpu"
+    told = {
+        t(
+            pt=f"{name} acha a taxa sozinho e espera taxa_aprendizado: 1.0; com {rate:g} quase não aprende",
+            en=f"{name} finds the rate by itself and expects learning_rate: 1.0; with {rate:g} it hardly learns",
+        ): row.finds_rate and not 0.1 <= rate <= 10,
+        t(
+            pt=f"taxa_aprendizado: {rate:g} é muito alta para {name}; o usual é de 1e-5 a 1e-2",
+            en=f"learning_rate: {rate:g} is very high for {name}; 1e-5 to 1e-2 is usual",
+        ): rate >= 0.1 and not row.finds_rate,
+        t(
+            pt=f"{name} dispensa curva de taxa; agendador: {curve} soma-se a ele",
+            en=f"{name} needs no schedule; lr_scheduler: {curve} comes on top of it",
+        ): row.averages and curve != "constant",
+        t(pt=f"{name} na CPU é o mesmo que {row.unpaged}", en=f"{name} on the CPU is just {row.unpaged}"): row.unpaged and on_cpu,
+    }  # fmt: skip
+    return [line for line, holds in told.items() if holds]
 
 
 def probe(settings: TrainingConfig, device: torch.device) -> None:

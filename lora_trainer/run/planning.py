@@ -5,7 +5,7 @@ config says holds. A resumed run goes on with the plan it had, unless there is l
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config import names
@@ -28,20 +28,21 @@ from ..units import gib
 TRAINING_PHASES = ("load", "forward", "backward", "optimizer")
 
 
+@dataclass
 class Planning:
     """`settle` first; `loaded` then holds the options in force."""
 
-    rung: Rung
-    encoding: Encoding
-
-    def __init__(
-        self, loaded: Loaded, choice: Choice, precision: Precision, folder: RunFolder, terminal: Terminal, metrics: Metrics
-    ) -> None:
-        self.loaded, self.choice, self.precision = loaded, choice, precision
-        self.folder, self.terminal, self.metrics = folder, terminal, metrics
-        self.found: Foresight | None = None
-        self.facts: dict[str, Any] = {}
-        """What plano.json says besides the plan."""
+    loaded: Loaded
+    choice: Choice
+    precision: Precision
+    folder: RunFolder
+    terminal: Terminal
+    metrics: Metrics
+    found: Foresight | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What plano.json says besides the plan."""
+    rung: Rung = field(init=False)
+    encoding: Encoding = field(init=False)
 
     def settle(self, source: Source, worst: tuple[int, tuple[int, int]], *, resume: bool) -> Loaded:
         """The config with every option solved. `worst`: images and (width, height) of the largest micro-batch.
@@ -123,30 +124,26 @@ class Planning:
 
     def failure(self, phase: str, problem: str) -> DoesNotFitError:
         """The last word: what was tried and what is left for the user to change."""
-        causes: Mapping[str, int] = {}
-        if self.found is not None:
-            name = phase if phase in self.found.phases else self.found.worst_phase
-            causes = self.found.phases[name].causes
-        saves = self.found.saves if self.found is not None else None
-        in_force = with_values(self.loaded.config, {**self.rung.values, BATCH_SIZE: self.rung.micro_batch})
-        lines = explain(phase, causes, in_force, self._on(), saves)
-        return DoesNotFitError(
-            t(
-                pt=f"faltou memória em {phase_title(phase)}, mesmo com tudo o que o plano podia mudar ({problem})",
-                en=f"out of memory in {phase_title(phase)}, even with all that the plan could change ({problem})",
-            ),
-            "\n    ".join(lines),
+        lines = "\n    ".join(self._explained(phase, self.rung))
+        return DoesNotFitError.said(
+            pt=f"faltou memória em {phase_title(phase)}, mesmo com tudo o que o plano podia mudar ({problem})",
+            en=f"out of memory in {phase_title(phase)}, even with all that the plan could change ({problem})",
+            hint_pt=lines,
+            hint_en=lines,
         )
 
     def _refused(self, found: Foresight) -> DoesNotFitError:
-        causes = found.phases[found.worst_phase].causes
-        solved = with_values(self.loaded.config, {**found.values, BATCH_SIZE: found.micro_batch})
-        lines = explain(found.worst_phase, causes, solved, self._on(found.values), found.saves)
+        lines = self._explained(found.worst_phase, Rung(found.values, found.micro_batch))
         return does_not_fit(found.peak, self.choice.available or 0, found.worst_phase, lines)
 
-    def _on(self, values: Mapping[names.Key, Any] | None = None) -> frozenset[names.Key]:
-        """Options in force that save memory."""
-        return frozenset(key for key, value in (values or self.rung.values).items() if value not in ("no", None))
+    def _explained(self, phase: str, rung: Rung) -> list[str]:
+        """What fills the memory in a phase, as far as it was foreseen, and what would save some under this rung."""
+        causes: Mapping[str, int] = {}
+        if self.found is not None:
+            causes = self.found.phases[phase if phase in self.found.phases else self.found.worst_phase].causes
+        in_force = with_values(self.loaded.config, {**rung.values, BATCH_SIZE: rung.micro_batch})
+        saving = frozenset(key for key, value in rung.values.items() if value not in ("no", None))
+        return explain(phase, causes, in_force, saving, self.found.saves if self.found is not None else None)
 
 
 def _difference(before: Rung, after: Rung) -> str:

@@ -37,7 +37,7 @@ def resume_options(config: Config, seed: int) -> dict[str, Any]:
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """A line for each option that changed; raises ConfigError where the change would spoil the run."""
     changed = [key for key in now if before.get(key, now[key]) != now[key]]  # a state of an older version knows fewer options
-    lines = {key: f"{_shown(key)}: {_said(key, before.get(key))} → {_said(key, now[key])}" for key in changed}
+    lines = {key: f"{_option(key).shown()}: {_said(key, before.get(key))} → {_said(key, now[key])}" for key in changed}
     spoiling = "; ".join(lines[key] for key in changed if key.startswith("model.") or key in FIXED)
     if spoiling:
         raise ConfigError.said(
@@ -62,10 +62,9 @@ def _said(key: str, value: Any) -> Any:
         return t(pt="sem valor", en="unset")
     if isinstance(value, bool):
         return t(pt="sim", en="yes") if value else t(pt="nao", en="no")
-    section, _, name = key.partition(".")
-    return names.options()[section, name].word(value, language()) if isinstance(value, str) else value
+    return _option(key).word(value, language()) if isinstance(value, str) else value
 
 
-def _shown(key: str) -> str:
+def _option(key: str) -> names.Option:
     section, _, name = key.partition(".")
-    return names.options()[section, name].shown()
+    return names.options()[section, name]

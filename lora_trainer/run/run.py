@@ -7,9 +7,10 @@ model, adapter, techniques → loop with saves, validation and previews → file
 import logging
 import random
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -17,7 +18,9 @@ from .. import adapters
 from ..adapters import training_lora
 from ..atomic import write_json
 from ..config import effective
+from ..config.declared import with_values
 from ..config.loading import Loaded
+from ..config.schema import Config
 from ..engine.tracker import MemoryTracker
 from ..errors import Interrupted, UserError, t
 from ..families import resolve
@@ -29,12 +32,12 @@ from ..journal.run_folder import Lock, RunFolder, check, claim
 from ..machine import hardware
 from ..machine.cap import cap_process, spill_warning
 from ..machine.ram import Ram, ram_notice
-from ..modality import Desk, RunFacts
+from ..modality import Desk, Modality, RunFacts
 from ..optim import optimizers, schedules
 from ..planner.caching import rung_title
 from ..planner.picker import Choice, settle
+from ..seam.family import Family
 from ..units import gib
-from .modalities import modality_of
 from .planning import Planning
 from .resume import changes, resume_options
 from .setup import Setup, Target
@@ -63,20 +66,21 @@ def train(loaded: Loaded, stop: StopRequest, *, resume: bool = False, restart: b
             terminal.close()
 
 
+@dataclass
 class Run:
     """One run. Every method is one phase; attributes appear in the order of `go`."""
 
-    def __init__(
-        self,
-        loaded: Loaded,
-        choice: Choice,
-        folder: RunFolder,
-        terminal: Terminal,
-        metrics: Metrics,
-        stop: StopRequest,
-    ) -> None:
-        self.loaded, self.config, self.choice, self.folder = loaded, loaded.config, choice, folder
-        self.terminal, self.metrics, self.stop = terminal, metrics, stop
+    loaded: Loaded
+    choice: Choice
+    folder: RunFolder
+    terminal: Terminal
+    metrics: Metrics
+    stop: StopRequest
+
+    @property
+    def config(self) -> Config:
+        """With what is settled so far."""
+        return self.loaded.config
 
     def go(self, *, resume: bool) -> None:
         self.choose_machine()
@@ -110,8 +114,7 @@ class Run:
     # -- before anything large is loaded
 
     def choose_machine(self) -> None:
-        for notice in self.loaded.notices:
-            self.terminal.warn(notice)
+        self.terminal.warn(*self.loaded.notices)
         if self.config.system.threads:
             torch.set_num_threads(self.config.system.threads)
         self.device = self.choice.device
@@ -119,10 +122,8 @@ class Run:
         if self.choice.cap is not None:
             cap_process(self.device, self.choice.cap)
         self.precision = hardware.choose_precision(self.config.training.mixed_precision, self.device)
-        notices = [*self.choice.notices, *self.precision.notices]
-        notices += optimizers.optimizer_notices(self.config.training, self.device)
-        for notice in notices:
-            self.terminal.warn(notice)
+        about_optimizer = optimizers.optimizer_notices(self.config.training, self.device)
+        self.terminal.warn(*self.choice.notices, *self.precision.notices, *about_optimizer)
         self.tracker = None
         if self.device.type == "cpu" and self.choice.available is not None:
             self.tracker = MemoryTracker(limit=self.choice.available, record=False)
@@ -134,39 +135,32 @@ class Run:
         self.family = resolve(self.config.model, self.config.data)
         self.family.configure(self.config.training, self.config.data)
         self.terminal.phase(f"base: {self.family.title} · {self.family.source.title()}")
-        for notice in self.family.notices:
-            self.terminal.warn(notice)
+        self.terminal.warn(*self.family.notices)
         formats = self.family.chosen_formats(self.config.output.formats)
-        for notice in adapters.check_targets(self.family, self.config.model, formats):
-            self.terminal.warn(notice)
-        for notice in training_lora.check(self.family, self.config.model):
-            self.terminal.say(notice)
+        self.terminal.warn(*adapters.check_targets(self.family, self.config.model, formats))
+        self.terminal.say(*training_lora.check(self.family, self.config.model))
 
     def read_data(self) -> None:
         cache_dir = Path(self.config.data.cache_dir or Path(self.config.output.dir) / ".cache")
         self.modality = modality_of(self.family, self.config, cache_dir)
         with self.terminal.steps() as progress:
             warnings, notes = self.modality.read(progress)
-        for warning in warnings:
-            self.terminal.warn(warning)
-        for note in notes:
-            self.terminal.say(note)
+        self.terminal.warn(*warnings)
+        self.terminal.say(*notes)
 
     def settle_plan(self, resume: bool) -> None:
         self.planning = Planning(self.loaded, self.choice, self.precision, self.folder, self.terminal, self.metrics)
         worst = self.modality.batches(self.config.training, seed=0).worst_size()
         self.loaded = self.planning.settle(self.family.source, worst, resume=resume)
-        self.config = self.loaded.config
-        for warning in self._shortages():
-            self.terminal.warn(warning)
+        self.terminal.warn(*self._shortages())
 
     def _shortages(self) -> list[str]:
         """RAM that will not suffice, and a card whose driver would hide that it is full."""
-        found, warnings = self.planning.found, []
+        found = self.planning.found
         needed = found.host if found is not None else 0
         if self.device.type == "cpu":
             needed += self.family.num_bytes(self.precision.frozen)
-        warnings.append(ram_notice(needed, Ram.read()))
+        warnings = [ram_notice(needed, Ram.read())]
         if self.choice.card is not None and found is not None:
             total = self.choice.allowance.total(found.peak)
             warnings.append(spill_warning(total, self.choice.card, self.choice.spills))
@@ -193,18 +187,15 @@ class Run:
         """What a first start draws, a resumed one reads: the seed and the day."""
         facts = self.folder.read_facts()
         seed = self.config.system.seed
-        if seed is None:
-            seed = facts.get("seed", random.SystemRandom().randrange(2**31))
-        self.seed, self.day = int(seed), str(facts.get("day", date.today().isoformat()))
+        drawn = facts.get("seed", random.SystemRandom().randrange(2**31)) if seed is None else seed
+        self.seed, self.day = int(drawn), str(facts.get("day", date.today().isoformat()))
         write_json(self.folder.facts, {"seed": self.seed, "day": self.day, "preset": self.loaded.preset})
-        loaded = self.loaded
-        if self.config.system.seed is None:
-            system = self.config.system.model_copy(update={"seed": self.seed})
-            origins = {**loaded.origins, "sistema.semente": t(pt="sorteada", en="drawn")}
-            loaded = replace(loaded, config=self.config.model_copy(update={"system": system}), origins=origins)
+        if seed is None:
+            seeded = with_values(self.config, {("system", "seed"): self.seed})
+            origins = {**self.loaded.origins, "sistema.semente": t(pt="sorteada", en="drawn")}
+            self.loaded = replace(self.loaded, config=seeded, origins=origins)
             self.terminal.say(t(pt=f"semente sorteada: {self.seed}", en=f"seed drawn: {self.seed}"))
-        self.loaded, self.config = loaded, loaded.config
-        effective.write(loaded, self.folder.path / "config.yaml")
+        effective.write(self.loaded, self.folder.path / "config.yaml")
         training = self.config.training
         self.batches = self.modality.batches(training, self.seed)
         planned = training.epochs * self.batches.steps_per_epoch
@@ -226,10 +217,8 @@ class Run:
     # -- caching phase
 
     def prepare(self) -> None:
-        for line in self.modality.summary(self.batches, self.config.training.epochs):
-            self.terminal.say(f"  {line}")
-        for notice in schedules.schedule_notices(self.total, self.config.training):
-            self.terminal.warn(notice)
+        self.terminal.say(*(f"  {line}" for line in self.modality.summary(self.batches, self.config.training.epochs)))
+        self.terminal.warn(*schedules.schedule_notices(self.total, self.config.training))
         desk = Desk(
             self.config, self.device, self.precision, self.terminal, self.metrics, self.seed,
             self.planning.encoding, self._heard,
@@ -280,9 +269,7 @@ class Run:
         self.plot()
         peak = gib(peak_resident_bytes())
         self.terminal.say(t(pt=f"pico de RAM do processo: {peak}", en=f"peak RAM of the process: {peak}"))
-        for line in lines:
-            self.terminal.say(line, style="green")
-
+        self.terminal.say(*lines, style="green")
 
     def plot(self) -> None:
         """The run is done and verified; a plot that cannot be drawn does not change that."""
@@ -292,6 +279,17 @@ class Run:
             self.terminal.warn(
                 t(pt=f"o gráfico da perda não foi gravado: {error}", en=f"the loss plot was not written: {error}")
             )
+
+
+def modality_of(family: Family, config: Config, cache_dir: Path) -> Modality:
+    """Data, previews and files of a run that trains this family, which declares what it learns from."""
+    if family.learns_from == "images":
+        from ..data.modality import Images
+
+        return Images(cast(Any, family), config, cache_dir)
+    from ..text.modality import Texts
+
+    return Texts(cast(Any, family), config)
 
 
 def quiet_libraries() -> None:

@@ -3,7 +3,7 @@ tighter one, with everything that was learned so far.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +40,22 @@ class Target:
     """Captions are encoded while training."""
     folder: Path
     """For a host master on disk."""
-    tell: Callable[[str], None]
+    tell: Callable[..., None]
 
 
+@dataclass
 class Setup:
     """`build` first. Dropping and building again leaves the adapter's numbers as the state given says."""
 
-    model: nn.ModuleDict
-    adapter: adapters.Adapter
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    plan: MemoryPlan
-
-    def __init__(self, target: Target, rung: Rung) -> None:
-        self.target, self.rung = target, rung
-        self.built = 0
+    target: Target
+    rung: Rung
+    checked: bool = False
+    """The base was found whole."""
+    model: nn.ModuleDict = field(init=False)
+    adapter: adapters.Adapter = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+    scaler: torch.amp.GradScaler = field(init=False)
+    plan: MemoryPlan = field(init=False)
 
     def build(self, state: State | None = None) -> None:
         """Load the frozen base, put the adapter on it, apply the plan, make the optimizer; then `state`, if given."""
@@ -69,9 +70,9 @@ class Setup:
         )
         training_lora.wear(self.model, family, config.model, target.precision.frozen)
         hold(self.model)
-        for notice in adapters.check_base(self.model) if not self.built else ():
-            target.tell(notice)
-        self.built += 1
+        if not self.checked:
+            target.tell(*adapters.check_base(self.model))
+        self.checked = True
         groups = family.blocks(self.model)
         formats = family.chosen_formats(config.output.formats)
         self.adapter = adapters.inject(self.model, family, config.model, target.seed, formats)

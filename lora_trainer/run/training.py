@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,15 +25,13 @@ from ..modality import Batches, Draw, Loader, Outputs, Previews
 from ..optim import averages, schedules
 from ..planner.ladder import MICRO_BATCH, Rung, next_rung, splits
 from ..runtime.measured import Measured
+from ..runtime.profile import Profiler
 from ..runtime.recover import Shortage, attempt
 from ..seam.family import Batch
 from ..units import gib
 from .planning import Planning
 from .resume import changes, data_changed
 from .setup import Setup
-
-if TYPE_CHECKING:
-    from ..runtime.profile import Profiler
 
 STATE_EVERY_SECONDS = 180.0
 """How often the state is saved when `saida.salvar_cada` does not say."""
@@ -73,9 +71,7 @@ class Training:
         self.steps: Iterator[StepReport] | None = None
         self.profiler: Profiler | None = None
         if self.config.memory.profile:
-            from ..runtime import profile
-
-            self.profiler = profile.Profiler(session.folder.path / "perfil", setup.target.device, self.terminal, steps=total)
+            self.profiler = Profiler(session.folder.path / "perfil", setup.target.device, self.terminal, steps=total)
 
     def build(self, state: State | None = None, step: int = 0) -> None:
         """What is trained; where it does not fit, by tighter rungs."""
@@ -92,8 +88,7 @@ class Training:
                 t(pt="nenhum estado salvo: começando do passo 0", en="no saved state: starting at step 0")
             )
             return 0
-        for line in changes(state.facts["options"], self.setup.options()):
-            self.terminal.warn(line)
+        self.terminal.warn(*changes(state.facts["options"], self.setup.options()))
         if state.facts["data"] != self.batches.dataset.fingerprint():
             self.terminal.warn(data_changed())
         if isinstance(shortage := attempt(lambda: self.setup.load(state)), Shortage):

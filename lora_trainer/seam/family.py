@@ -73,7 +73,7 @@ class Family(ABC):
 
     name: ClassVar[str]
     learns_from: ClassVar[Literal["images", "texts"]]
-    """The run's modality: data, previews and files (run/modalities.py)."""
+    """The run's modality: data, previews and files (run/run.py)."""
     title: ClassVar[str]
     """For people: "Stable Diffusion 1.x/2.x"."""
     formats: Readers

@@ -25,24 +25,19 @@ def check_options(family: CausalLM, config: Config) -> None:
 
 def option_warnings(family: CausalLM, config: Config) -> list[str]:
     """Options with a value of the user's own that changes nothing here."""
-    warnings = unread(config, OF_IMAGES, "imagem")
-    if config.data.packing == "yes" and not family.packs:
-        kind, name = family.config.model_type, shown("data", "packing")
-        warnings.append(
-            t(
-                pt=f"{name}: sim não tem efeito: {kind} tem camadas em que textos da mesma linha se misturariam",
-                en=f"{name}: yes has no effect: {kind} has layers in which texts of one row would mix",
-            )
-        )
-    if family.source.gguf is not None and config.memory.base_quantization not in ("auto", "no"):
-        name, value = shown("memory", "base_quantization"), config.memory.base_quantization
-        warnings.append(
-            t(
-                pt=f"{name}: {value} não tem efeito: uma base GGUF fica nos blocos do próprio arquivo",
-                en=f"{name}: {value} has no effect: a GGUF base stays in its file's own blocks",
-            )
-        )
-    return warnings
+    kind, value = family.config.model_type, config.memory.base_quantization
+    packing, quantization = shown("data", "packing"), shown("memory", "base_quantization")
+    told = {
+        t(
+            pt=f"{packing}: sim não tem efeito: {kind} tem camadas em que textos da mesma linha se misturariam",
+            en=f"{packing}: yes has no effect: {kind} has layers in which texts of one row would mix",
+        ): config.data.packing == "yes" and not family.packs,
+        t(
+            pt=f"{quantization}: {value} não tem efeito: uma base GGUF fica nos blocos do próprio arquivo",
+            en=f"{quantization}: {value} has no effect: a GGUF base stays in its file's own blocks",
+        ): family.source.gguf is not None and value not in ("auto", "no"),
+    }
+    return unread(config, OF_IMAGES, "imagem") + [line for line, holds in told.items() if holds]
 
 
 def check_vocabulary(family: CausalLM, dataset: TextDataset) -> None:

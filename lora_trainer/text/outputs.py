@@ -100,8 +100,7 @@ class TextOutputs(Outputs[CausalLM, TextBatchPlan]):
         self._save_tokenizer(path)
         self.written.append(path)
         quantised = self._quantisation()
-        for notice in merged.notices(quantised):
-            self.run.tell(notice)
+        self.run.tell(*merged.notices(quantised))
         if quantised is None:
             return t(pt=f"pronto: {path}: modelo unido", en=f"done: {path}: merged model")
         drift = self._drift(model, path)

@@ -90,33 +90,26 @@ def token_lines(dataset: TextDataset) -> list[str]:
     """Tokens and targets, and what the limit takes of them."""
     total, targets = sum(dataset.lengths), sum(example.targets for example in dataset.examples)
     counts, limit = dataset.counts, dataset.max_length
-    lines = [
+    lost, all_targets = counts.targets_lost, targets + counts.targets_lost
+    rows, cut = len(counts.truncated), naming(counts.truncated)
+    told = {
         t(
             pt=f"{_number(total)} tokens por época, {_number(targets)} aprendidos ({targets / total:.0%})",
             en=f"{_number(total)} tokens per epoch, {_number(targets)} learned ({targets / total:.0%})",
-        )
-    ]
-    if counts.truncated:
-        lost, all_targets = counts.targets_lost, targets + counts.targets_lost
-        one, many = t(pt="exemplo cortado", en="example"), t(pt="exemplos cortados", en="examples")
-        rows = counted(len(counts.truncated), one, many)
-        lines.append(
-            t(
-                pt=f"{rows} em {limit} tokens: {_number(counts.tokens_lost)} tokens a menos, dos quais {_number(lost)} "
-                f"de resposta ({lost / all_targets:.1%} de tudo o que se aprenderia): {naming(counts.truncated)}",
-                en=f"{rows} cut at {limit} tokens: {_number(counts.tokens_lost)} tokens less, {_number(lost)} of them "
-                f"targets ({lost / all_targets:.1%} of all there was to learn): {naming(counts.truncated)}",
-            )
-        )
-    if counts.split:
-        texts = counted(counts.split, t(pt="texto dividido", en="text"), t(pt="textos divididos", en="texts"))
-        lines.append(
-            t(
-                pt=f"{texts} em partes de até {limit} tokens, sem perda",
-                en=f"{texts} split into pieces of up to {limit} tokens, nothing lost",
-            )
-        )
-    return lines
+        ): True,
+        t(
+            pt=f"{counted(rows, 'exemplo cortado', 'exemplos cortados')} em {limit} tokens: {_number(counts.tokens_lost)} "
+            f"tokens a menos, dos quais {_number(lost)} de resposta ({lost / all_targets:.1%} de tudo o que se "
+            f"aprenderia): {cut}",
+            en=f"{counted(rows, 'example', 'examples')} cut at {limit} tokens: {_number(counts.tokens_lost)} tokens less, "
+            f"{_number(lost)} of them targets ({lost / all_targets:.1%} of all there was to learn): {cut}",
+        ): rows,
+        t(
+            pt=f"{counted(counts.split, 'texto dividido', 'textos divididos')} em partes de até {limit} tokens, sem perda",
+            en=f"{counted(counts.split, 'text', 'texts')} split into pieces of up to {limit} tokens, nothing lost",
+        ): counts.split,
+    }
+    return [line for line, holds in told.items() if holds]
 
 
 def histogram_lines(dataset: TextDataset) -> list[str]:

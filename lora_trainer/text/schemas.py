@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 from ..config import names
 from ..config.schema import DataConfig
-from ..data.json_rows import Row
+from ..data.json_rows import CHAT, Row
 from ..data.notes import Notes, naming
-from ..data.tables import parsed_cell
+from ..data.tables import SAID_BY, parsed_cell
 from ..errors import DataError, t
 from .read import Rows, raise_bad
 
-CHAT = ("messages", "conversations", "conversation", "mensagens", "conversa", "conversas", "dialog", "dialogue")
 INSTRUCTION = ("instruction", "instrucao", "instrução", "instruccion")
 INPUT = ("input", "context", "entrada", "contexto")
 PROMPT = ("prompt", "question", "query", "pergunta", "input", "entrada")
@@ -28,7 +27,6 @@ ANSWER = ("completion", "output", "response", "answer", "resposta", "saida", "sa
 TEXT = ("text", "texto", "content", "conteudo", "conteúdo")
 SYSTEM = ("system", "system_prompt", "sistema")
 NOTHING_USABLE = {"pt": "nenhum exemplo pode ser usado", "en": "no example can be used"}
-SCHEMAS = ("messages", "sharegpt", "alpaca", "prompt_completion", "text")
 
 ROLES = {
     "user": "user human usuario usuário prompter",
@@ -183,7 +181,7 @@ def _either(value: Any, role: str, name: str) -> list[Turn]:
 def _message(item: Any) -> Turn:
     if not isinstance(item, dict):
         raise Unusable(t(pt="um turno não é um objeto {…}", en="a turn is no object {…}"))
-    said = next((item[key] for key in ("role", "from", "speaker", "papel") if key in item), None)
+    said = next((item[key] for key in SAID_BY if key in item), None)
     role = _ROLE_OF.get(str(said).strip().lower())
     if role is None:
         raise Unusable(_unknown_role(said))

@@ -47,7 +47,7 @@ def test_kohya_modules_are_complete(name, tmp_path):
     _, adapter, family = trained(name, conv_rank=4, dora=True, **EVERYTHING)
     tensors = load_file(save_adapter(adapter, family, tmp_path / "x.safetensors", "kohya", "fp16", {}))
     modules = {key.partition(".")[0] for key in tensors}
-    assert len(modules) == adapter.num_modules
+    assert len(modules) == len(adapter.layers)
     for module in modules:
         down, up = tensors[f"{module}.lora_down.weight"], tensors[f"{module}.lora_up.weight"]
         assert down.shape[0] == up.shape[1]
@@ -99,26 +99,27 @@ def test_rslora_alpha_is_what_readers_need():
 # -- names that other programs write
 
 SGM = {
-    "input_blocks_4_1_transformer_blocks_0_attn1_to_q": "down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q",
-    "input_blocks_8_1_proj_in": "down_blocks_2_attentions_1_proj_in",
-    "input_blocks_1_0_in_layers_2": "down_blocks_0_resnets_0_conv1",
-    "input_blocks_4_0_skip_connection": "down_blocks_1_resnets_0_conv_shortcut",
-    "input_blocks_3_0_op": "down_blocks_0_downsamplers_0_conv",
-    "middle_block_0_emb_layers_1": "mid_block_resnets_0_time_emb_proj",
-    "middle_block_1_transformer_blocks_9_ff_net_0_proj": "mid_block_attentions_0_transformer_blocks_9_ff_net_0_proj",
-    "middle_block_2_out_layers_3": "mid_block_resnets_1_conv2",
-    "output_blocks_2_1_transformer_blocks_3_attn2_to_k": "up_blocks_0_attentions_2_transformer_blocks_3_attn2_to_k",
-    "output_blocks_2_2_conv": "up_blocks_0_upsamplers_0_conv",
-    "output_blocks_8_0_out_layers_3": "up_blocks_2_resnets_2_conv2",
-    "time_embed_0": "time_embedding_linear_1",
-    "label_emb_0_2": "add_embedding_linear_2",
+    "input_blocks_4_1_transformer_blocks_0_attn1_to_q": "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q",
+    "input_blocks_8_1_proj_in": "down_blocks.2.attentions.1.proj_in",
+    "input_blocks_1_0_in_layers_2": "down_blocks.0.resnets.0.conv1",
+    "input_blocks_4_0_skip_connection": "down_blocks.1.resnets.0.conv_shortcut",
+    "input_blocks_3_0_op": "down_blocks.0.downsamplers.0.conv",
+    "middle_block_0_emb_layers_1": "mid_block.resnets.0.time_emb_proj",
+    "middle_block_1_transformer_blocks_9_ff_net_0_proj": "mid_block.attentions.0.transformer_blocks.9.ff.net.0.proj",
+    "middle_block_2_out_layers_3": "mid_block.resnets.1.conv2",
+    "output_blocks_2_1_transformer_blocks_3_attn2_to_k": "up_blocks.0.attentions.2.transformer_blocks.3.attn2.to_k",
+    "output_blocks_2_2_conv": "up_blocks.0.upsamplers.0.conv",
+    "output_blocks_8_0_out_layers_3": "up_blocks.2.resnets.2.conv2",
+    "time_embed_0": "time_embedding.linear_1",
+    "label_emb_0_2": "add_embedding.linear_2",
     "out_2": "conv_out",
 }
 
 
 def test_sgm_names():
-    assert {k: kohya.diffusers_name(f"lora_unet_{k}", 2).removeprefix("lora_unet_") for k in SGM} == SGM
-    assert kohya.diffusers_name("lora_te1_text_model_x", 2) == "lora_te1_text_model_x"
+    prefixes = SDXL.export_prefixes()
+    assert all(f"lora_unet_{k}" in kohya.original_names(f"unet.{path}", prefixes, 2) for k, path in SGM.items())
+    assert not kohya.original_names("text_encoder.text_model.x", prefixes, 2)
 
 
 def test_sgm_names_agree_with_diffusers():
@@ -136,7 +137,7 @@ def test_sgm_names_agree_with_diffusers():
         flat = (
             theirs.replace(".processor", "").replace("to_out_lora", "to_out.0").replace("_lora.", ".").replace(".", "_")
         )
-        assert flat.removeprefix("unet_").startswith(ours), name
+        assert flat.removeprefix("unet_").startswith(ours.replace(".", "_")), name
 
 
 def test_a_file_of_sd_scripts_for_sdxl_is_read(tmp_path):
@@ -202,7 +203,7 @@ def test_the_config_of_a_diffusers_file_is_heeded(tmp_path):
     )
     file = read_lora(tmp_path / "pytorch_lora_weights.safetensors", list(adapter.layers), SD15.export_prefixes())
     assert {module.scale for module in file.lora.values()} == {2.0}
-    assert len(file.lora) == adapter.num_modules
+    assert len(file.lora) == len(adapter.layers)
 
 
 def test_prefixes_by_family():

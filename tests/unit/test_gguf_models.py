@@ -184,7 +184,7 @@ def test_half_precision_and_a_missing_module(files, tmp_path):
 
 
 def test_modelfile():
-    assert modelfile("base.gguf", "meu.gguf", system="Fale pouco.", context=2048) == (
-        'FROM ./base.gguf\nADAPTER ./meu.gguf\nPARAMETER num_ctx 2048\nSYSTEM """Fale pouco."""\n'
+    assert modelfile("base.gguf", "meu.gguf", context=2048) == (
+        "FROM ./base.gguf\nADAPTER ./meu.gguf\nPARAMETER num_ctx 2048\n"
     )
     assert modelfile("llama3.2:1b", "/x/meu.gguf").startswith("FROM llama3.2:1b\nADAPTER /x/meu.gguf\n")

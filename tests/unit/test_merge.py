@@ -44,7 +44,7 @@ def test_the_merged_model_is_base_and_adapter(tmp_path: Path, kind: str, setting
         expected = family.probe(model)
     own = _logits(tmp_path / "merged", family.config.vocab_size)
     torch.testing.assert_close(own, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
-    assert len(merged.rounding) == adapter.num_modules
+    assert len(merged.rounding) == len(adapter.layers)
     assert max(merged.rounding.values()) < 1e-5
     with torch.no_grad():
         assert torch.equal(family.probe(model), expected)
