@@ -56,6 +56,9 @@ def _train(arguments: argparse.Namespace) -> None:
         except UserError as error:
             error.where = loaded.located(error.where)
             raise
+        except Exception:
+            stop.check()  # a library that was broken off while it was imported fails in its own way
+            raise
 
 
 TRAIN = Command("treinar", "train", "treina o LoRA (o que acontece sem comando)", "train the LoRA (the default)")

@@ -16,7 +16,7 @@ from lora_trainer.errors import DivergedError, MachineError, set_language
 from lora_trainer.export.proof import check_consumer
 from lora_trainer.export.verify import verify
 from lora_trainer.export.write import save_adapter
-from lora_trainer.families import PACKAGE, family_class
+from lora_trainer.families import family_class
 from lora_trainer.layouts.readers import loader_for, unreadable
 from lora_trainer.plugins import available
 from lora_trainer.techniques.gradient_checkpointing import TECHNIQUE
@@ -275,7 +275,7 @@ def test_the_loader_is_that_of_the_users_pipeline(own, usual, loader):
     assert getattr(loader_for(of_pipeline(own, usual)), "__name__", None) == loader
 
 
-@pytest.mark.parametrize("name", [name for name in available(PACKAGE) if family_class(name).pipeline])
+@pytest.mark.parametrize("name", [name for name in available("lora_trainer.families") if family_class(name).pipeline])
 def test_every_image_familys_usual_pipeline_has_a_loader_or_says_so(name):
     family = family_class(name)
     loader = loader_for(of_pipeline(None, family.pipeline))
