@@ -19,6 +19,7 @@ from .schema import Config
 
 INPUT_KINDS = ("local_path", "folder", "path_or_hub")
 PATH_KINDS = (*INPUT_KINDS, "output_folder")
+KINDS = ("boolean", "number", "integer", "resolution", "text", "share", "tokens", *PATH_KINDS)
 NUMBER_KINDS = ("number", "integer", "resolution", "share", "tokens")
 
 
@@ -31,7 +32,7 @@ class Option:
     doc_pt: str
     doc_en: str
     kind: str
-    """The one noted in its type (fields.py), "choice", or "any" (free-form mapping)."""
+    """One of KINDS, "choice", or "any" (free-form mapping)."""
     choices: tuple[Any, ...]
     words: dict[str, str]
     """Portuguese word -> the word used in code. A boolean `false` counts as "no", `true` as "yes"."""
