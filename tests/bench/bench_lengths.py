@@ -18,16 +18,17 @@ from lora_trainer.config.loading import load  # noqa: E402
 from lora_trainer.families import resolve  # noqa: E402
 from lora_trainer.machine.allowance import base_allowance  # noqa: E402
 from lora_trainer.machine.hardware import Precision  # noqa: E402
-from lora_trainer.planner import options as o  # noqa: E402
+from lora_trainer.planner import plan  # noqa: E402
 from lora_trainer.planner.plan import Planner  # noqa: E402
 from lora_trainer.planner.simulate import Shape  # noqa: E402
+from lora_trainer.techniques.optimizer_8bit import Optimizer8bit  # noqa: E402
 
 GIB = 2**30
 PUBLISHED = {8: 2972, 12: 21848, 16: 40724, 24: 78475}
-RESIDENT = {o.QUANTIZATION: "nf4", o.OPTIMIZER_8BIT: "yes", o.CHECKPOINTING: "yes", o.OFFLOAD: "yes"}
+RESIDENT = {plan.QUANTIZATION: "nf4", Optimizer8bit.key: "yes", plan.CHECKPOINTING: "yes", plan.OFFLOAD: "yes"}
 MODES = {
-    "streamed, embeddings away": {**RESIDENT, o.EMBEDDINGS: "yes", o.STREAMING: 1.0},
-    "embeddings away": {**RESIDENT, o.EMBEDDINGS: "yes"},
+    "streamed, embeddings away": {**RESIDENT, plan.EMBEDDINGS: "yes", plan.STREAMING: 1.0},
+    "embeddings away": {**RESIDENT, plan.EMBEDDINGS: "yes"},
     "resident": RESIDENT,
 }
 SETTINGS = ["modelo.arquitetura=llama-3.1-8b", "modelo.classificacao_lora=32", "memoria.quantizacao_base=nf4"]

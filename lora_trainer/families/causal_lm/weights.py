@@ -1,7 +1,7 @@
 """A causal language model of transformers, built on meta and filled tensor by tensor, as its own loader would fill it.
 
 transformers keeps the differences between checkpoints and modules in conversion mappings (old names, experts stored one by
-one). They are asked here for the place of each parameter; reading, casting, packing and moving are those of _weights.py,
+one). They are asked here for the place of each parameter; reading, casting, packing and moving are those of bases/weights.py,
 so that a base quantised or streamed is never held whole. What no file holds (rotary frequencies, scales of embeddings) is
 made by the model's own initialisation, in its own precision.
 
