@@ -209,7 +209,8 @@ class _Opener:
         return Component(slot.part, _ours(config), slot.build, weights, locate, what, stored, slot.float32)
 
 
-_COUNTS = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers", "num_hidden_layers", "approximator_layers")
+_COUNTS = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers", "num_refiner_layers",
+           "num_hidden_layers", "approximator_layers")
 """In the configs of transformers and encoders. Of a language model, only the layers whose states are wanted are read."""
 
 

@@ -40,13 +40,13 @@ RELEASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }  # fmt: skip
 """Family -> how its released transformer is made small, and the layers: of the first and the last block of each kind. A family
-that is not named here is made as small as its tiny base, and all its layers are taken."""
+that is not named here is made as small as its tiny base says (`narrow`), and all its layers are taken."""
 NAMES = sorted({path.name.removesuffix("_v0.1.0.norms.json") for path in HERE.glob("*_v0.1.0.norms.json")} & set(bases.NAMES))
 
 
 def adapter_of(name: str, folder: Path) -> Adapter:
     """On the small model, random and apart from any file."""
-    small, targets = RELEASES.get(name) or (dict(bases.of(name).tiny.parts["transformer"]), "all")
+    small, targets = RELEASES.get(name) or (dict(bases.of(name).tiny.narrow), "all")
     config = _architecture.shipped(name, "transformer") | small
     (folder / "transformer").mkdir()
     (folder / "transformer" / "config.json").write_text(json.dumps(config))
