@@ -19,11 +19,11 @@ def table(lang: str) -> list[str]:
         adding = [technique for technique in sharing(option.key) if technique.key == option.key]
         if not adding:
             continue
-        changes = ("não", "no") if adding[0].lossless else ("dentro de um limite testado", "within a tested bound")
         bounds = ", ".join(filter(None, (technique.bound() for technique in adding)))
         shown = names.options()[option.key].shown("pt")
         title = with_listed(adding[0].title[which], option.key, last)
-        changed = f"{changes[which]} ({bounds})" if bounds else changes[which]
+        changes = adding[0].changes()[which]
+        changed = f"{changes} ({bounds})" if bounds else changes
         lines.append(f"| {title} | `{shown}` | {adding[0].when[which]} | {changed} |")
     return lines
 

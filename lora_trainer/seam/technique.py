@@ -96,6 +96,11 @@ class Technique:
         return str(cls.value)
 
     @classmethod
+    def changes(cls) -> Both:
+        """Whether it changes the numbers, for people."""
+        return ("não", "no") if cls.lossless else ("dentro de um limite testado", "within a tested bound")
+
+    @classmethod
     def bound(cls) -> str:
         """How far it changes the numbers at most, where one figure tells; with its name, if it shares an option."""
         return ""

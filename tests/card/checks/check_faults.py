@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from lora_trainer.engine import streaming
+from lora_trainer.engine import activations, streaming
+from lora_trainer.optim.offloaded import Offloaded
 from lora_trainer.runtime.recover import Shortage, attempt, free_memory
 from lora_trainer.seam.family import BlockGroup
-from lora_trainer.techniques import MemoryPlan, activation_offload
+from lora_trainer.techniques import MemoryPlan
 from lora_trainer.techniques.activation_offload import ActivationOffload
 from lora_trainer.techniques.block_streaming import BlockStreaming
 from lora_trainer.techniques.gradient_checkpointing import GradientCheckpointing
-from lora_trainer.techniques.optimizer_offload import Offloaded
 
 CHECKPOINTING, OFFLOAD = GradientCheckpointing(), ActivationOffload(min_bytes=1)
 ALL = (BlockStreaming(), CHECKPOINTING, OFFLOAD)
@@ -91,7 +91,7 @@ def mutate(monkeypatch, owner, name, old, new):
     monkeypatch.setattr(owner, name, scope[name])
 
 
-Ring, Saved = streaming.Ring, activation_offload._Offloaded
+Ring, Saved = streaming.Ring, activations._Offloaded
 HERE = "torch.cuda.current_stream(self.device)"
 FAULTS = {
     "ring: a block does not wait for its copy": (Ring, "begin", ".wait_event(self._slot(index).ready)", ""),

@@ -8,7 +8,7 @@ import torch
 from recipe import make, run
 from safetensors.torch import load_file
 
-from lora_trainer.techniques import activation_offload
+from lora_trainer.engine import activations
 
 OFFLOADS = {
     "memoria.streaming_blocos": 1.0,
@@ -41,8 +41,8 @@ def on_cpu(config):
 
 @pytest.mark.parametrize("offloads", [{}, OFFLOADS], ids=["plain", "all offloads"])
 def test_the_adapter_is_the_cpus(config, on_cpu, monkeypatch, offloads):
-    usual = activation_offload._Hooks.__init__  # tiny tensors are offloaded too
-    monkeypatch.setattr(activation_offload._Hooks, "__init__", lambda self, pool, least: usual(self, pool, 1))
+    usual = activations.Offloading.__init__  # tiny tensors are offloaded too
+    monkeypatch.setattr(activations.Offloading, "__init__", lambda self, pool, least: usual(self, pool, 1))
     found = trained(config, "card", sistema__dispositivo="cuda", **offloads)
     scale = max(tensor.abs().max().item() for tensor in on_cpu.values())
     assert found.keys() == on_cpu.keys()
