@@ -39,9 +39,15 @@ def test_loss_curve(tmp_path, release):
     assert losses(tmp_path, release) == pytest.approx(expected, rel=1e-4)
 
 
+OF_FAMILY = {"sd15": ("sd1", "sd2")}
+"""Releases of a family that is not called as its own."""
+
 if __name__ == "__main__":
     found = json.loads(FILE.read_text())
-    for name in sys.argv[1:] or TRAINING:
+    chosen = [name for word in sys.argv[1:] for name in OF_FAMILY.get(word, (word,))] or [*TRAINING]
+    if unknown := set(chosen) - set(TRAINING):
+        sys.exit(f"no golden losses of {', '.join(sorted(unknown))}; there are {', '.join(TRAINING)}")
+    for name in chosen:
         with tempfile.TemporaryDirectory() as place:
             found[name] = losses(Path(place), name)
     FILE.write_text(json.dumps(found, indent=1) + "\n")
