@@ -1,8 +1,8 @@
 """The allocator's model against what real cards' allocators did: python tests/bench/bench_allocator.py FOLDER…
 
 Each folder holds traces of `torch.cuda.memory` snapshots as JSON (`*.json.gz`): `segments` and `live` before the first event,
-then `events` in order: "a" allocation, "f" free, "s" a new segment, "r" a segment given back, each with address and bytes. The model
-is given the same requests, and the addresses that the driver chose; reserved peak and number of segments are compared.
+then `events` in order: "a" allocation, "f" free, "s" a new segment, "r" a segment given back, each with address and bytes. The
+model is given the same requests, and the addresses that the driver chose; reserved peak and number of segments are compared.
 """
 
 import bisect
@@ -37,7 +37,7 @@ class Replayed:
 
 
 def replay(path: Path) -> Replayed:
-    trace = json.loads(gzip.open(path).read())
+    trace = json.loads(gzip.decompress(path.read_bytes()))
     made = collections.deque((at, size) for kind, at, size in trace["events"] if kind == "s")
     beyond = [1 << 60]
 

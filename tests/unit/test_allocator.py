@@ -1,6 +1,7 @@
 """The caching allocator's model: sizes, splitting, growing, giving back; real cards' traces are bench_allocator's business."""
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -87,7 +88,7 @@ def test_nothing_overlaps_and_nothing_is_lost(steps, expandable, seed):
         if rng.random() < 0.05:
             allocator.empty_cache()
         spans = sorted((block.address, block.address + block.size) for block in [*live, *_free(allocator)])
-        assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False))
+        assert all(before[1] <= after[0] for before, after in pairwise(spans))
         assert sum(end - start for start, end in spans) == allocator.reserved
         assert allocator.allocated == sum(block.size for block in live) <= allocator.reserved
     for block in live:
