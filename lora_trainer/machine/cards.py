@@ -103,7 +103,7 @@ def model(name: str) -> Model:
     wanted = _spelled(name)
     found = [one for one in MODELS if _spelled(one.name) == wanted]
     if not found:
-        found = [one for one in MODELS if wanted and _spelled(_SIZE.sub("", one.name)).endswith(wanted)]
+        found = [one for one in MODELS if wanted and any(known.endswith(wanted) for known in _spellings(one.name))]
         found.sort(key=lambda one: -one.mib)  # of one name, the usual size
     if not found:
         raise _unknown(name, wanted)
@@ -116,7 +116,6 @@ def of_size(gib: float) -> Model:
 
 
 _WORDS = re.compile(r"nvidia|geforce|graphics|gpu|quadro|tesla|with max-q design|[^a-z0-9]", re.IGNORECASE)
-
 _SIZE = re.compile(r" \d+GB$")
 
 

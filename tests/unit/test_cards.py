@@ -11,7 +11,8 @@ from lora_trainer.machine.cards import COMMON, MODELS, _spelled, model, of_size
     [
         ("gtx 1660 super", "GTX 1660 SUPER"), ("NVIDIA GeForce GTX 1660 SUPER", "GTX 1660 SUPER"), ("RTX3060", "RTX 3060"),
         ("NVIDIA GeForce RTX 3060 Laptop GPU", "RTX 3060 Laptop"), ("rtx 3060 mobile", "RTX 3060 Laptop"), ("4090", "RTX 4090"),
-        ("Tesla T4", "Tesla T4"), ("t4", "Tesla T4"), ("p40", "Tesla P40"), ("1060", "GTX 1060 6GB"), ("4060 ti 16gb", "RTX 4060 Ti 16GB"),
+        ("Tesla T4", "Tesla T4"), ("t4", "Tesla T4"), ("p40", "Tesla P40"), ("1060", "GTX 1060 6GB"), 
+        ("4060 ti 16gb", "RTX 4060 Ti 16GB"),
         ("NVIDIA A100 80GB", "A100 80GB"), ("a6000", "RTX A6000"),
     ],
 )  # fmt: skip
