@@ -23,7 +23,9 @@ LOWER = (
     "gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell",
 )  # fmt: skip
 """Made in 16 bits; of what they are made of, the CPU's autocast knows the same."""
-PROMOTED = ("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "scatter_add", "tensordot")
+PROMOTED = (
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "scatter_add", "tensordot",
+)  # fmt: skip
 """Made in the widest dtype among their inputs, as they are without autocast."""
 DTYPE_ASKED = ("prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum")
 """They sum in float32 and give it, without a float32 copy of their input: `dtype` is set where it was not."""
