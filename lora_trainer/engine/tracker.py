@@ -51,7 +51,9 @@ def hold(model: nn.Module) -> None:
 
 
 @dataclass
-class _Life:
+class Life:
+    """Of one storage: rounded bytes, and the clock's moments of its birth and its death (None: still there)."""
+
     size: int
     host: bool
     birth: int
@@ -69,7 +71,9 @@ class PhasePeak:
 
 
 @dataclass
-class _Span:
+class Span:
+    """A phase, from one moment of the clock on to another."""
+
     name: str
     start: int
     end: int | None = None
@@ -90,9 +94,9 @@ class MemoryTracker(TorchDispatchMode):
         self.flops = 0
         self.transferred = 0
         self._clock = 0
-        self._live: dict[int, tuple[Any, _Life]] = {}
-        self._lives: list[_Life] = []
-        self._spans: list[_Span] = []
+        self._live: dict[int, tuple[Any, Life]] = {}
+        self._lives: list[Life] = []
+        self._spans: list[Span] = []
 
     def __enter__(self) -> "MemoryTracker":
         global _active
@@ -146,7 +150,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _count(self, storage: Any, key: int, size: int, host: bool, cause: str | None) -> None:
         self._clock += 1
-        life = _Life(size, host, self._clock, cause=cause)
+        life = Life(size, host, self._clock, cause=cause)
         self._live[key] = (weakref.ref(storage, functools.partial(self._drop, key)), life)
         if self.record:
             self._lives.append(life)
@@ -182,13 +186,21 @@ class MemoryTracker(TorchDispatchMode):
         """From now on, until the next call, is phase `name`."""
         if self._spans:
             self._spans[-1].end = self._clock
-        self._spans.append(_Span(name, self._clock))
+        self._spans.append(Span(name, self._clock))
 
     def mark_saved(self) -> None:
         """Everything of unknown cause that is alive now was kept for the backward pass: activations."""
         for _, life in self._live.values():
             if life.cause is None:
                 life.cause = "activations"
+
+    def lives(self) -> list[Life]:
+        """All that was recorded, in the order of birth."""
+        return self._lives
+
+    def spans(self) -> list[Span]:
+        """The phases, one after the other."""
+        return self._spans
 
     def peaks(self) -> dict[str, PhasePeak]:
         """Phase -> bytes at its peak. A phase entered several times counts at its worst."""
