@@ -1,8 +1,8 @@
 """Makes the environment and starts nothing: python instalar.py [--simular] [--idioma en] (in English: the same file).
 
-Looks at the graphics card (nvidia-smi), chooses the PyTorch build that has kernels for it, makes `.venv`, installs into it and writes
-`treinar.sh` and `treinar.bat`, which run treinar.py there. Only Python's standard library is needed. `--simular` / `--dry-run` prints what it
-would do. Run again, it repairs: what is there already is kept.
+Looks at the graphics card (nvidia-smi), chooses the PyTorch build that has kernels for it, makes `.venv`, installs into it and
+writes `treinar.sh` and `treinar.bat`, which run treinar.py there. Only Python's standard library is needed. `--simular` or
+`--dry-run` prints what it would do. Run again, it repairs: what is there already is kept.
 """
 
 import argparse
@@ -105,7 +105,8 @@ def _gpu(line: str) -> Gpu:
 def capability_of(name: str) -> tuple[int, int] | None:
     """By the series in the name, for drivers that do not tell."""
     series = (
-        (r"RTX (PRO )?50\d\d|RTX PRO", (12, 0)), (r"RTX 40\d\d|\bL4|\bL40|Ada", (8, 9)), (r"RTX 30\d\d|RTX A\d|\bA10\b|\bA40\b", (8, 6)),
+        (r"RTX (PRO )?50\d\d|RTX PRO", (12, 0)),
+        (r"RTX 40\d\d|\bL4|\bL40|Ada", (8, 9)), (r"RTX 30\d\d|RTX A\d|\bA10\b|\bA40\b", (8, 6)),
         (r"\bA100|\bA30\b", (8, 0)), (r"RTX 20\d\d|GTX 16\d\d|\bT4\b|TITAN RTX|Quadro RTX", (7, 5)), (r"V100|TITAN V", (7, 0)),
         (r"GTX 10\d\d|\bP4\b|\bP40\b|TITAN X[p]?|MX[123]50", (6, 1)), (r"P100", (6, 0)), (r"GTX 9\d\d|GTX 750|\bM40\b", (5, 2)),
         (r"GTX [67]\d\d|\bK\d\d", (3, 5)),
@@ -139,26 +140,40 @@ def choose(machine: Machine) -> Choice:
     if not low <= machine.python <= high:
         have = ".".join(map(str, machine.python))
         wanted = t(pt="instale o Python 3.12 de python.org", en="install Python 3.12 from python.org")
-        raise Refusal(t(pt=f"o Python daqui é o {have}; são precisos 3.10 a 3.13: ", en=f"this Python is {have}; 3.10 to 3.13 will do: ") + wanted)
+        raise Refusal(
+            t(
+                pt=f"o Python daqui é o {have}; são precisos 3.10 a 3.13: ",
+                en=f"this Python is {have}; 3.10 to 3.13 will do: ",
+            )
+            + wanted
+        )
     if machine.system == "Darwin":
-        return Choice("torch", "", t(pt="Mac: sem CUDA; treina no MPS ou na CPU", en="Mac: no CUDA; trains on MPS or on the CPU"))
+        return Choice(
+            "torch", "", t(pt="Mac: sem CUDA; treina no MPS ou na CPU", en="Mac: no CUDA; trains on MPS or on the CPU")
+        )
     if machine.gpus:
         return _for_nvidia(machine)
     if machine.smi:
         text = t(
-            pt="nvidia-smi está instalado, mas não responde: o driver não está carregado. Reinstale-o (nvidia.com/drivers), reinicie e rode de novo",
-            en="nvidia-smi is installed but does not answer: the driver is not loaded. Reinstall it (nvidia.com/drivers), restart, run this again",
+            pt="nvidia-smi está instalado, mas não responde: o driver não está carregado. Reinstale-o "
+            "(nvidia.com/drivers), reinicie e rode de novo",
+            en="nvidia-smi is installed but does not answer: the driver is not loaded. Reinstall it "
+            "(nvidia.com/drivers), restart, run this again",
         )
         return Choice("torch", "cpu", t(pt="por ora, a versão de CPU", en="for now, the CPU build"), (text,))
     if machine.amd:
         text = t(
-            pt=f"{machine.amd}: placas AMD não foram testadas aqui. Em Linux, a versão ROCm do PyTorch (pytorch.org/get-started) roda o treino sem as "
+            pt=f"{machine.amd}: placas AMD não foram testadas aqui. Em Linux, a versão ROCm do PyTorch "
+            f"(pytorch.org/get-started) roda o treino sem as "
             "técnicas que são só de CUDA; em Windows, use a CPU",
-            en=f"{machine.amd}: AMD cards were not tried here. On Linux, PyTorch's ROCm build (pytorch.org/get-started) trains without the techniques "
+            en=f"{machine.amd}: AMD cards were not tried here. On Linux, PyTorch's ROCm build "
+            f"(pytorch.org/get-started) trains without the techniques "
             "that are CUDA's alone; on Windows, use the CPU",
         )
         return Choice("torch", "cpu", t(pt="versão de CPU", en="the CPU build"), (text,))
-    return Choice("torch", "cpu", t(pt="sem placa NVIDIA: versão de CPU (lenta)", en="no NVIDIA card: the CPU build (slow)"))
+    return Choice(
+        "torch", "cpu", t(pt="sem placa NVIDIA: versão de CPU (lenta)", en="no NVIDIA card: the CPU build (slow)")
+    )
 
 
 def _for_nvidia(machine: Machine) -> Choice:
@@ -166,7 +181,8 @@ def _for_nvidia(machine: Machine) -> Choice:
     capability = best.capability or TURING
     if capability < OLDEST_CAPABILITY:
         text = t(
-            pt=f"{best.name} é antiga demais para o PyTorch de hoje; será usada a CPU", en=f"{best.name} is too old for today's PyTorch; the CPU is used"
+            pt=f"{best.name} é antiga demais para o PyTorch de hoje; será usada a CPU",
+            en=f"{best.name} is too old for today's PyTorch; the CPU is used",
         )
         return Choice("torch", "cpu", t(pt="versão de CPU", en="the CPU build"), (text,))
     runnable = [build for least, build in BUILDS if best.driver >= least]
@@ -174,8 +190,10 @@ def _for_nvidia(machine: Machine) -> Choice:
     if not runnable or (wanted == "cu128" and runnable[0] == "cu126"):
         least = next(least for least, build in BUILDS if build == wanted)
         raise Refusal(t(
-            pt=f"o driver da {best.name} é o {best.driver}; é preciso o {least} ou mais novo: atualize-o (nvidia.com/drivers) e rode de novo",
-            en=f"the driver of {best.name} is {best.driver}; {least} or newer is needed: update it (nvidia.com/drivers) and run this again",
+            pt=f"o driver da {best.name} é o {best.driver}; é preciso o {least} ou mais novo: atualize-o "
+            f"(nvidia.com/drivers) e rode de novo",
+            en=f"the driver of {best.name} is {best.driver}; {least} or newer is needed: update it "
+            f"(nvidia.com/drivers) and run this again",
         ))  # fmt: skip
     warnings = () if len(machine.gpus) == 1 else (_several(machine),)
     if capability < TURING:
@@ -235,14 +253,25 @@ def install(machine: Machine, choice: Choice) -> int:
     for command in steps(machine, choice):
         print("$", " ".join(command), flush=True)
         if code := subprocess.run(command, check=False).returncode:
-            print(t(pt="falhou; corrija o que se lê acima e rode de novo", en="failed; mend what is said above and run this again"), file=sys.stderr)
+            print(
+                t(
+                    pt="falhou; corrija o que se lê acima e rode de novo",
+                    en="failed; mend what is said above and run this again",
+                ),
+                file=sys.stderr,
+            )
             return code
     for name, text in STARTERS.items():
         (ROOT / name).write_bytes(text.encode())
     if os.name != "nt":
         (ROOT / "treinar.sh").chmod(0o755)
     starter = "treinar.bat" if os.name == "nt" else "./treinar.sh"
-    print(t(pt=f"pronto: {starter} --config configs/demo_imagem.yaml", en=f"done: {starter} --config configs/demo_imagem.yaml"))
+    print(
+        t(
+            pt=f"pronto: {starter} --config configs/demo_imagem.yaml",
+            en=f"done: {starter} --config configs/demo_imagem.yaml",
+        )
+    )
     return 0
 
 
